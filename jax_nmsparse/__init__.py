@@ -1,0 +1,11 @@
+"""N:M sparse networks in JAX."""
+
+from jax_nmsparse.array import NMSparse as NMSparse
+from jax_nmsparse.ops import grad as grad
+from jax_nmsparse.ops import sddmm as sddmm
+from jax_nmsparse.ops import spmm as spmm
+from jax_nmsparse.ops import spmv as spmv
+from jax_nmsparse.ops import value_and_grad as value_and_grad
+from jax_nmsparse.pattern import NMPattern as NMPattern
+from jax_nmsparse.pruning import prune as prune
+from jax_nmsparse.quantization import quantize as quantize
