@@ -157,8 +157,9 @@ def expand(values: jax.Array, mask: jax.Array, layout: Layout) -> jax.Array:
 
 def _ranks(mask: jax.Array, layout: Layout) -> jax.Array:
     """For every unit of a window the number of kept units before it: int32 ``[..., window_units]``."""
-    unit = np.arange(layout.window_units)
-    below = jnp.asarray((np.uint64(1) << (unit % 32).astype(np.uint64)) - np.uint64(1), jnp.uint32)
+    # Built from iota: a NumPy constant would be hoisted out of the partitioned function, which may not close over arrays.
+    unit = jnp.arange(layout.window_units)
+    below = (jnp.uint32(1) << (unit % 32).astype(jnp.uint32)) - jnp.uint32(1)
     word = jnp.take(mask, unit // 32, axis=-1, mode="clip")
     before = lax.population_count(word & below).astype(jnp.int32)
     if layout.pattern.mask_words == 1:

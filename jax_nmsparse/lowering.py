@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.interpreters import mlir
 
-from jax_nmsparse import dispatch, native, reference
+from jax_nmsparse import dispatch, native, reference, sharding
 from jax_nmsparse.dispatch import Call, Choice
+from jax_nmsparse.layout import Layout
 from jax_nmsparse.primitives import nm_sddmm_p, nm_spmm_p, nm_spmm_t_p, split_extras
 
 _ACTIVATION_CODES = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
@@ -36,29 +40,20 @@ def _call(op: str, avals, params) -> Call:
     )
 
 
-def _reference(op: str, choice: Choice):
-    prefix = "dense_" if choice.implementation == "dense" else ""
-    function = getattr(reference, prefix + op)
-
-    def spmm(x, values, mask, *extras, activation, has_scales, has_bias, dtype, implementation, **params):
-        scales, bias = split_extras(extras, has_scales, has_bias)
-        accumulator = reference.accumulator_dtype(x.dtype, values.dtype)
-        plain = activation is None and not extras
-        acc = function(x, values, mask, dtype=dtype if plain else accumulator, **params)
-        return acc if plain else reference.epilogue(acc, scales, bias, activation, dtype)
-
-    def other(*operands, implementation, **params):
-        return function(*operands, **params)
-
-    return spmm if op == "spmm" else other
+def _reference(op: str, choice: Choice, params):
+    """The plain function of a primitive's operands."""
+    function = getattr(reference, ("dense_" if choice.implementation == "dense" else "") + op)
+    return functools.partial(
+        function, layout=params["layout"], dtype=params["dtype"], precision=params["precision"]
+    )
 
 
-def _native(op: str, choice: Choice, call: Call, params):
-    """The custom call as a function of the primitive's operands."""
+def _native(op: str, choice: Choice, call: Call, activation: str | None):
+    """The custom call as a function of a primitive's operands; scales and bias may be None."""
     target = target_name(op, choice.implementation)
     attributes = {
         "window_units": np.int64(call.layout.window_units),
-        "activation": np.int64(_ACTIVATION_CODES[params.get("activation")]),
+        "activation": np.int64(_ACTIVATION_CODES[activation]),
         "precision": np.int64(_is_exact(call.precision)),
         "kernel": choice.kernel.name,
     }
@@ -67,18 +62,12 @@ def _native(op: str, choice: Choice, call: Call, params):
         "spmm_t": (call.batch, call.tokens, call.layout.in_features),
         "sddmm": (call.batch, *call.layout.values_shape),
     }[op]
-    result = jax.ShapeDtypeStruct(shape, call.dtype)
-    has_workspace = choice.implementation == "cuda"
-    workspace = jax.ShapeDtypeStruct((choice.kernel.workspace(call),), jnp.uint8)
+    results = [jax.ShapeDtypeStruct(shape, call.dtype)]
+    if choice.implementation == "cuda":
+        results.append(jax.ShapeDtypeStruct((choice.kernel.workspace(call),), jnp.uint8))
 
     def run(*operands):
-        if op == "spmm":
-            *main, scales, bias = operands[:3] + split_extras(
-                operands[3:], params["has_scales"], params["has_bias"]
-            )
-            absent = jnp.zeros((0,), jnp.float32)
-            operands = (*main, absent if scales is None else scales, absent if bias is None else bias)
-        results = (result, workspace) if has_workspace else (result,)
+        operands = [jnp.zeros((0,), jnp.float32) if o is None else o for o in operands]
         return jax.ffi.ffi_call(target, results)(*operands, **attributes)[0]
 
     return run
@@ -90,18 +79,61 @@ def _is_exact(precision) -> bool:
     return precision in _EXACT
 
 
-def _lowering(op: str, platform: str | None):
-    def rule(ctx, *operands, **params):
-        call = _call(op, ctx.avals_in, params)
-        choice = dispatch.choose(call, platform or "this platform", params["implementation"])
+def _spmm(choice: Choice, call: Call, params, axes: tuple[str, ...]):
+    """spmm with its epilogue, which a native kernel fuses unless parts have to be added up first."""
+    activation, extras = params["activation"], (params["has_scales"], params["has_bias"])
+    accumulator = reference.accumulator_dtype(call.x_dtype, call.values_dtype)
+    plain = activation is None and not any(extras)
+
+    def fused(x, values, mask, *rest):
+        return _native("spmm", choice, call, activation)(x, values, mask, *split_extras(rest, *extras))
+
+    def separate(x, values, mask, *rest):
+        exact = dataclasses.replace(call, dtype=call.dtype if plain and not axes else accumulator)
         if choice.kernel is None:
-            return mlir.lower_fun(_reference(op, choice), multiple_results=False)(ctx, *operands, **params)
-        return mlir.lower_fun(_native(op, choice, call, params), multiple_results=False)(ctx, *operands)
+            acc = _reference("spmm", choice, {**params, "dtype": exact.dtype})(x, values, mask)
+        else:
+            acc = _native("spmm", choice, exact, None)(x, values, mask, None, None)
+        acc = lax.psum(acc, axes) if axes else acc
+        return acc.astype(call.dtype) if plain else reference.epilogue(
+            acc, *split_extras(rest, *extras), activation, call.dtype
+        )
+
+    return separate if choice.kernel is None or axes else fused
+
+
+def _function(op: str, platform: str, params, operands, layout: Layout, axes: tuple[str, ...]):
+    """What computes the operation on one device, for operands of these shapes; sums parts over mesh axes."""
+    params = {**params, "layout": layout}
+    call = _call(op, operands, params)
+    choice = dispatch.choose(call, platform, params["implementation"])
+    if op == "spmm":
+        return _spmm(choice, call, params, axes)
+    accumulator = reference.accumulator_dtype(call.x_dtype, call.values_dtype)
+    exact = dataclasses.replace(call, dtype=accumulator if axes else call.dtype)
+    if choice.kernel is None:
+        run = _reference(op, choice, {**params, "dtype": exact.dtype})
+    else:
+        run = _native(op, choice, exact, None)
+    return (lambda *operands: lax.psum(run(*operands), axes).astype(call.dtype)) if axes else run
+
+
+def _lowering(op: str, platform: str):
+    def rule(ctx, *operands, **params):
+        def local(layout, operands, axes):
+            return _function(op, platform, params, operands, layout, axes)
+
+        if sharding.spans_devices(ctx):
+            function = sharding.partitioned(op, params["layout"], len(operands) - 3, local)
+        else:
+            function = local(params["layout"], ctx.avals_in, ())
+        return mlir.lower_fun(function, multiple_results=False)(ctx, *operands)
 
     return rule
 
 
 for _op, _primitive in (("spmm", nm_spmm_p), ("spmm_t", nm_spmm_t_p), ("sddmm", nm_sddmm_p)):
-    mlir.register_lowering(_primitive, _lowering(_op, None))
+    sharding.allow(_primitive)
+    mlir.register_lowering(_primitive, _lowering(_op, "this platform"))
     for _platform in native.MODULES:
         mlir.register_lowering(_primitive, _lowering(_op, _platform), platform=_platform)

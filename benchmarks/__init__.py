@@ -1,0 +1,1 @@
+"""Benchmarks: ``python -m benchmarks.run --suite decode``; recorded runs are under results/."""

@@ -1,0 +1,202 @@
+"""Runs a benchmark suite and writes one JSON file: ``python -m benchmarks.run --suite decode [--out FILE]``.
+
+Every row is checked against a float32 product at highest precision before it is timed, and stands beside the dense
+product of the same dtype and precision and the floor (bytes or FLOPs over the device's measured ceilings), all from
+the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import importlib.metadata
+import json
+import pathlib
+import platform
+import re
+import subprocess
+import sys
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_nmsparse as nms
+from benchmarks import peers as peers_lib
+from benchmarks import timing
+from benchmarks.shapes import SUITES, Case, suite
+
+_QUANTISED = ("int8", "float8_e4m3fn")
+RESULTS = pathlib.Path(__file__).parent / "results"
+
+
+def _key(case: Case) -> jax.Array:
+    return jax.random.key(zlib.crc32(repr(case).encode()))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _weight(key: jax.Array, shape: tuple[int, int], pattern: nms.NMPattern, dtype: str) -> nms.NMSparse:
+    """A random weight; quantised dtypes are int8 or float8 values beside bfloat16 activations."""
+    dense = jax.random.normal(key, shape, jnp.float32) / np.sqrt(shape[0])
+    w = nms.prune(dense, pattern)
+    return nms.quantize(w, dtype) if dtype in _QUANTISED else w.astype(dtype)
+
+
+def _activation_dtype(case: Case):
+    return jnp.bfloat16 if case.dtype in _QUANTISED else jnp.dtype(case.dtype)
+
+
+def _functions(case: Case, pattern: nms.NMPattern):
+    """(inputs, sparse call, dense call) of a case; a dense weight is an array."""
+    k, n = case.shape
+    dtype, precision = _activation_dtype(case), case.precision
+    kx, kg = jax.random.split(_key(case))
+    x = jax.random.normal(kx, (case.tokens, k), jnp.float32).astype(dtype)
+    g = jax.random.normal(kg, (case.tokens, n), jnp.float32).astype(dtype)
+    if case.op == "spmm":
+        dense = functools.partial(jnp.dot, precision=precision)
+        return x, lambda x, w: nms.spmm(x, w, precision=precision), lambda x, w: dense(x, w.astype(x.dtype))
+    if case.op == "spmm_t":
+        return (
+            g,
+            lambda g, w: nms.spmm(g, w, transpose=True, precision=precision),
+            lambda g, w: jnp.dot(g, w.T, precision=precision),
+        )
+    return (
+        (x, g),
+        lambda xg, w: nms.sddmm(*xg, w, precision=precision),
+        lambda xg, w: jnp.dot(xg[0].T, xg[1], precision=precision),
+    )
+
+
+def _relative_error(case: Case, inputs, call, w: nms.NMSparse) -> float:
+    """||y - reference|| / ||reference|| on at most 64 tokens (all of them for sddmm)."""
+    inputs = inputs if case.op == "sddmm" else inputs[:64]
+    got = jax.jit(call)(inputs, w)
+    exact = functools.partial(jnp.dot, precision="highest")
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), inputs)
+    if case.op == "sddmm":
+        want = jnp.where(w.keep(), exact(wide[0].T, wide[1]), 0)
+        got = w.with_values(got).todense()
+    else:
+        dense = w.todense().astype(jnp.float32)
+        want = exact(wide, dense if case.op == "spmm" else dense.T)
+    got = got.astype(jnp.float32)
+    error = float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
+    if not error < 2e-2:
+        raise AssertionError(f"{case}: relative error {error}")
+    return error
+
+
+def run_case(case: Case, peers: bool) -> dict:
+    """One row."""
+    pattern = nms.NMPattern.parse(case.pattern)
+    pattern = nms.NMPattern(pattern.n, pattern.m, case.block)
+    inputs, sparse, dense = _functions(case, pattern)
+    keys = jax.random.split(_key(case), 64)
+    first = _weight(keys[0], case.shape, pattern, case.dtype)
+    count = timing.copies(first.nbytes)
+    weights = [first] + [_weight(keys[i], case.shape, pattern, case.dtype) for i in range(1, count)]
+    error = _relative_error(case, inputs, sparse, first)
+    time = timing.measure(sparse, inputs, weights)
+    del weights
+    x = inputs[0] if case.op == "sddmm" else inputs
+    explanation = nms.explain(x, first, op=case.op, precision=case.precision)
+    dense_dtype = _activation_dtype(case)
+    dense_count = timing.copies(case.shape[0] * case.shape[1] * jnp.dtype(dense_dtype).itemsize)
+    dense_weights = [
+        jax.random.normal(keys[i], case.shape, dense_dtype) / np.sqrt(case.shape[0]) for i in range(dense_count)
+    ]
+    dense_time = timing.measure(dense, inputs, dense_weights)
+    del dense_weights
+    row = {
+        "op": case.op,
+        "pattern": case.pattern,
+        "block": "x".join(map(str, case.block)),
+        "dtype": case.dtype,
+        "precision": case.precision or "default",
+        "tokens": case.tokens,
+        "in_features": case.shape[0],
+        "out_features": case.shape[1],
+        "implementation": explanation.choice.implementation,
+        "kernel": explanation.choice.name,
+        "time_us": round(time.time_us, 3),
+        "spread": round(time.spread, 4),
+        "dense_us": round(dense_time.time_us, 3),
+        "dense_spread": round(dense_time.spread, 4),
+        "floor_us": None if explanation.floor_us is None else round(explanation.floor_us, 3),
+        "rel_err": float(f"{error:.3g}"),
+        "peers": peers_lib.measure(case, inputs, first) if peers else {},
+    }
+    return row
+
+
+def device_name() -> str:
+    """The folder of recorded results: "nvidia-h200", "cpu-amd-epyc"."""
+    device = jax.devices()[0]
+    name = device.device_kind
+    if device.platform == "cpu":
+        text = pathlib.Path("/proc/cpuinfo").read_text() if pathlib.Path("/proc/cpuinfo").exists() else ""
+        found = re.search(r"model name\s*:\s*(.*)", text)
+        name = "cpu " + (found.group(1) if found else platform.processor() or platform.machine())
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def _output(command: list[str]) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def metadata(suite_name: str, revision: str) -> dict:
+    """What the numbers depend on."""
+    query = "driver_version,clocks.sm,clocks.max.sm,clocks.mem"
+    smi = _output(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]).splitlines()
+    return {
+        "suite": suite_name,
+        "revision": revision,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": jax.devices()[0].device_kind,
+        "driver_and_clocks": dict(zip(query.split(","), smi[0].split(", "), strict=True)) if smi else {},
+        "cuda": _output(["nvcc", "--version"]).split("release ")[-1].split(",")[0] if smi else "",
+        "cpu_count": len(__import__("os").sched_getaffinity(0)),
+        "versions": {p: importlib.metadata.version(p) for p in ("jax", "jaxlib", "numpy", "flax")},
+        "seed": "crc32 of the case",
+        "timing": "inside one jit, rotating weights of more than 240 MB, median of 9, difference of two lengths",
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__.splitlines()[0])
+    parser.add_argument("--suite", choices=SUITES, required=True)
+    parser.add_argument("--out", type=pathlib.Path, help="JSON file (default: results/<device>/<date>-<sha>-<suite>.json)")
+    parser.add_argument("--match", default="", help="only cases whose description matches this regular expression")
+    parser.add_argument("--peers", action="store_true", help="also jax BCOO, and cuSPARSELt where PyTorch is installed")
+    parser.add_argument("--revision", default=_output(["git", "rev-parse", "--short", "HEAD"]) or "unknown")
+    options = parser.parse_args(arguments)
+    cases = [c for c in suite(options.suite) if re.search(options.match, str(c))]
+    result = {"meta": metadata(options.suite, options.revision), "rows": []}
+    out = options.out or RESULTS / device_name() / (
+        f"{datetime.date.today()}-{options.revision}-{options.suite}.json"
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for i, case in enumerate(cases, 1):
+        row = run_case(case, options.peers)
+        result["rows"].append(row)
+        print(
+            f"{i}/{len(cases)} {row['op']:<6} {row['pattern']:>5} {row['block']:>5} {row['dtype']:>8} t={row['tokens']:<4} "
+            f"{row['in_features']}x{row['out_features']} {row['kernel']}: {row['time_us']:.1f} us, dense "
+            f"{row['dense_us']:.1f} ({row['dense_us'] / row['time_us']:.2f}x), floor {row['floor_us']}",
+            flush=True,
+        )
+        # Written after every row, so that a run that is stopped keeps what it measured.
+        out.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"wrote {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

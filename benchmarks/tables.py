@@ -1,0 +1,121 @@
+"""Regenerates the tables between ``<!-- table: NAME -->`` and ``<!-- end -->`` in README.md and docs/ from the newest
+recorded results: ``python -m benchmarks.tables [--check]``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import pathlib
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
+
+ROOT = pathlib.Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+_MARKED = re.compile(r"(<!-- table: (?P<name>[\w-]+) (?P<device>[\w-]+) -->\n)(?:.*?)(?P<end><!-- end -->)", re.DOTALL)
+
+
+def newest(device: str, suite: str) -> dict | None:
+    """The newest recorded run of a suite."""
+    runs = []
+    for path in (RESULTS / device).glob("*.json"):
+        run = json.loads(path.read_text(encoding="utf-8"))
+        if run["meta"]["suite"] == suite:
+            runs.append((run["meta"]["date"], run))
+    return max(runs, key=lambda r: r[0])[1] if runs else None
+
+
+def geometric_mean(numbers: Iterable[float]) -> float:
+    numbers = list(numbers)
+    return math.exp(sum(map(math.log, numbers)) / len(numbers))
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "| " + " | ".join("---" for _ in header) + " |"]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows]) + "\n"
+
+
+def _provenance(run: dict) -> str:
+    meta = run["meta"]
+    return f"{meta['device']}, jax {meta['versions']['jax']}, revision {meta['revision']}, {meta['date'][:10]}."
+
+
+def summary(run: dict) -> str:
+    """One line per case over all its shapes: geometric mean, worst and best of dense_us / time_us."""
+    groups: dict[tuple, list[dict]] = defaultdict(list)
+    for row in run["rows"]:
+        key = (row["op"], row["dtype"], row["precision"], row["block"], row["pattern"], row["tokens"])
+        groups[key].append(row)
+    rows = []
+    for (op, dtype, precision, block, pattern, tokens), group in groups.items():
+        ratios = [r["dense_us"] / r["time_us"] for r in group]
+        floors = [r["floor_us"] / r["time_us"] for r in group if r["floor_us"]]
+        kernels = ", ".join(sorted({r["kernel"] for r in group}))
+        rows.append(
+            [
+                op,
+                dtype if precision == "default" else f"{dtype} {precision}",
+                pattern if block == "1x1" else f"{pattern}/{block}",
+                str(tokens),
+                f"{geometric_mean(ratios):.2f}",
+                f"{min(ratios):.2f} to {max(ratios):.2f}",
+                f"{100 * geometric_mean(floors):.0f} %" if floors else "",
+                kernels,
+            ]
+        )
+    header = ["op", "dtype", "pattern", "tokens", "dense / sparse time", "range over shapes", "of the floor", "kernel"]
+    return _table(header, rows) + "\n" + _provenance(run) + "\n"
+
+
+def full(run: dict) -> str:
+    """One line per row."""
+    rows = [
+        [
+            row["op"],
+            row["dtype"],
+            row["pattern"] if row["block"] == "1x1" else f"{row['pattern']}/{row['block']}",
+            str(row["tokens"]),
+            f"{row['in_features']}x{row['out_features']}",
+            row["kernel"],
+            f"{row['time_us']:.1f}",
+            f"{row['dense_us']:.1f}",
+            f"{row['dense_us'] / row['time_us']:.2f}",
+            "" if row["floor_us"] is None else f"{row['floor_us']:.1f}",
+            ", ".join(f"{peer} {us:g}" for peer, us in row["peers"].items()),
+        ]
+        for row in run["rows"]
+    ]
+    header = ["op", "dtype", "pattern", "tokens", "in x out", "kernel", "us", "dense us", "ratio", "floor us", "peers us"]
+    return _table(header, rows) + "\n" + _provenance(run) + "\n"
+
+
+def render(name: str, device: str) -> str:
+    """The text of table NAME: "<suite>" for the summary, "<suite>-full" for every row."""
+    suite, _, form = name.partition("-")
+    run = newest(device, suite)
+    if run is None:
+        return f"No run of suite {suite} on {device} is recorded yet.\n"
+    return full(run) if form == "full" else summary(run)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing; fail where a table is out of date")
+    options = parser.parse_args(arguments)
+    stale = []
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        text = path.read_text(encoding="utf-8")
+        new = _MARKED.sub(lambda m: m[1] + "\n" + render(m["name"], m["device"]) + "\n" + m["end"], text)
+        if new != text:
+            stale.append(path)
+            if not options.check:
+                path.write_text(new, encoding="utf-8")
+    for path in stale:
+        print(f"{path.relative_to(ROOT)}: {'out of date' if options.check else 'rewritten'}")
+    return 1 if stale and options.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

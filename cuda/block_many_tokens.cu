@@ -1,0 +1,150 @@
+// Launcher of block_many_tokens.cuh: which problems it takes, how a reduction is cut into stages, which tile runs.
+//
+// Memory order: problem.x is [batch, in_features, tokens] and problem.result [batch, out_features, tokens]
+// (feature-major), although the shapes in problem.geometry are those of the row-major call.
+#include "cuda/block_many_tokens.cuh"
+
+#include <algorithm>
+
+#include "cuda/kernels.h"
+
+namespace nmsparse::cuda {
+namespace block {
+namespace {
+
+constexpr int kMaxRows = 64;           // of a stage
+constexpr int kMaxWindows = 32;        // of a stage: one mask word per lane
+constexpr int kSharedBytes = 227 * 1024;  // that a block may use
+
+int RoundUp(int64_t v, int to) { return static_cast<int>(CeilDiv(v, to) * to); }
+
+// What the kernel can be asked for; every other problem is another kernel's.
+bool Supports(const Problem& problem) {
+  const Geometry& g = problem.geometry;
+  const DType dtype = problem.values.dtype;
+  const DType result = problem.result.dtype;
+  const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
+  const auto fits = [](int64_t v) { return v < (int64_t{1} << 31); };
+  return (dtype == DType::kBF16 || dtype == DType::kF16) && problem.x.dtype == dtype &&
+         (result == DType::kBF16 || result == DType::kF16 || result == DType::kF32) && g.window_units <= kMaskBits &&
+         g.bn % kChunk == 0 && (g.bk % kMaxRows == 0 || kMaxRows % g.bk == 0) && g.tokens % 8 == 0 && g.in_features > 0 &&
+         fits(g.tokens) && fits(g.windows * g.rows_per_window()) && fits(g.out_blocks * g.bn) && fits(g.batch) &&
+         aligned(problem.x.data) && aligned(problem.values.data) && aligned(problem.result.data);
+}
+
+// Cuts the reduction into stages of at most `max_rows` kept rows. Whole windows where they fit: as many as waste the
+// fewest of the 16 rows of a product, the largest such stage.
+void PlanStages(const Geometry& g, int max_rows, int list_units, Arguments* a) {
+  const int64_t window_rows = int64_t{g.q} * g.bk;
+  if (window_rows > max_rows) {
+    a->rows = max_rows;
+    a->filled_rows = max_rows;
+    a->windows_per_stage = 1;
+    a->stages_per_window = static_cast<int32_t>(CeilDiv(window_rows, max_rows));
+    a->run_rows = std::min(g.bk, max_rows);
+    a->stages_per_unit = g.bk / a->run_rows;
+    a->units_per_stage = max_rows / a->run_rows;
+    a->units_per_window = RoundUp(g.q, a->units_per_stage);
+  } else {
+    const int used = static_cast<int>(window_rows);
+    int best = 1;
+    for (int windows = 2; windows <= kMaxWindows && windows * used <= max_rows; ++windows) {
+      if (int64_t{windows} * RoundUp(best * used, kMmaDepth) >= int64_t{best} * RoundUp(windows * used, kMmaDepth)) {
+        best = windows;
+      }
+    }
+    a->rows = RoundUp(best * used, kMmaDepth);
+    a->filled_rows = best * used;
+    a->windows_per_stage = best;
+    a->stages_per_window = 1;
+    a->run_rows = g.bk;
+    a->stages_per_unit = 1;
+    a->units_per_stage = best * g.q;
+    a->units_per_window = g.q;
+  }
+  a->steps = static_cast<int32_t>(CeilDiv(g.windows, a->windows_per_stage) * a->stages_per_window);
+  const int windows = std::min(kMaxWindows, list_units / a->units_per_window);
+  a->windows_per_chunk = std::max(1, windows / a->windows_per_stage) * a->windows_per_stage;
+  a->stages_per_chunk = a->windows_per_chunk / a->windows_per_stage * a->stages_per_window;
+}
+
+template <class C>
+cudaError_t EncodeMaps(const Problem& problem, Arguments* a) {
+  const Geometry& g = problem.geometry;
+  const auto map_type = [](DType dtype) {
+    return dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  };
+  constexpr uint64_t kBytes = 2;
+  const uint64_t line = g.bn * kBytes, list = uint64_t(g.q) * g.bk * line, window = list * g.out_blocks;
+  const uint32_t boxed_rows = a->stages_per_window > 1 ? a->rows : g.q * g.bk;
+  const TensorMapSpec values{map_type(problem.values.dtype),
+                             problem.values.data,
+                             5,
+                             {uint64_t(g.bn), uint64_t(g.q) * g.bk, uint64_t(g.out_blocks), uint64_t(g.windows), uint64_t(g.batch)},
+                             {line, list, window, window * g.windows},
+                             {kChunk, boxed_rows, 1, uint32_t(a->windows_per_stage), 1}};
+  const uint64_t row = g.tokens * kBytes;
+  const TensorMapSpec x{map_type(problem.x.dtype),
+                        problem.x.data,
+                        3,
+                        {uint64_t(g.tokens), uint64_t(g.in_features), uint64_t(g.batch)},
+                        {row, row * g.in_features},
+                        {kChunk, uint32_t(a->run_rows), 1}};
+  cudaError_t error = EncodeTensorMap(values, &a->values);
+  if (error == cudaSuccess) error = EncodeTensorMap(x, &a->x);
+  if (error != cudaSuccess || problem.result.dtype == DType::kF32) return error;
+  const TensorMapSpec y{map_type(problem.result.dtype),
+                        problem.result.data,
+                        3,
+                        {uint64_t(g.tokens), uint64_t(g.out_features), uint64_t(g.batch)},
+                        {row, row * g.out_features},
+                        {kChunk, kMmaRows, 1}};
+  return EncodeTensorMap(y, &a->y);
+}
+
+// What a variant may be run with besides its Config.
+struct Tuning {
+  int max_rows = 32;
+  int token_group = 8;  // token tiles
+};
+
+template <class C>
+cudaError_t LaunchTiles(const Problem& problem, const Tuning& tuning, int multiprocessors, cudaStream_t stream) {
+  const Geometry& g = problem.geometry;
+  Arguments a{};
+  a.geometry = g;
+  a.x_data = problem.x.data;
+  a.mask = problem.mask;
+  a.epilogue = problem.epilogue;
+  a.result = problem.result;
+  PlanStages(g, tuning.max_rows, C::kListUnits, &a);
+  a.slots = std::min<int>(C::kMaxStages, (kSharedBytes - C::FixedBytes()) / C::StageBytes(a.rows));
+  a.token_tiles = static_cast<int32_t>(CeilDiv(g.tokens, C::kTokens * C::kCluster));
+  a.token_group = std::max(1, tuning.token_group / C::kCluster);
+  a.out_tiles = static_cast<int32_t>(CeilDiv(g.out_features, C::kOut));
+  const int64_t tiles = g.batch * a.token_tiles * a.out_tiles;
+  if (tiles > kMaxBlocks) return cudaErrorNotSupported;
+  a.tiles = static_cast<int32_t>(tiles);
+  cudaError_t error = EncodeMaps<C>(problem, &a);
+  if (error != cudaSuccess) return error;
+  const int bytes = C::SharedBytes(a.rows, a.slots);
+  error = cudaFuncSetAttribute(ManyTokens<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error != cudaSuccess) return error;
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = C::kCluster;
+  cluster.val.clusterDim.y = 1;
+  cluster.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(std::min(a.tiles, multiprocessors / C::kCluster) * C::kCluster));
+  config.blockDim = dim3(C::kThreads);
+  config.dynamicSmemBytes = bytes;
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, ManyTokens<C>, a);
+}
+
+}  // namespace
+}  // namespace block
+}  // namespace nmsparse::cuda

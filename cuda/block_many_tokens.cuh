@@ -1,0 +1,535 @@
+// Many tokens times vector-wise (1, L) or block-wise (b, b) weights on Hopper's tensor cores, feature-major:
+//
+//   yᵀ[o, t] = act(scale[o] * sum_r values[r, o] xᵀ[row(r), t] + bias[o])      r: the kept rows of o's column block
+//
+// The weights are the M operand (64 columns of W a product), the gathered rows of xᵀ the N operand; both lie in memory
+// as wgmma's MN-major layout wants them, one row r after the other, so nothing is transposed.
+//
+// Layouts. values [batch, windows, out_blocks, q, bk, bn]: in one column block, the q bk kept rows of a window are runs
+//   of bn elements. x [batch, in_features, tokens] and y [batch, out_features, tokens] are contiguous along tokens.
+// Stage. The reduction advances by stages of `rows` kept rows (a multiple of 16): whole windows where q bk is small,
+//   otherwise a part of one window. Rows of a stage that no unit fills stay zero in both operands from the start.
+// Ownership. A block (one per multiprocessor, persistent) owns a tile of kOut columns x kTokens tokens at a time.
+//   Two consumer warpgroups own 64 x kMmaTokens of it each, in registers. The producer warpgroup copies the weights (one
+//   thread, to all blocks of the cluster: they share the column tile) and gathers x by the units kept, which it lists
+//   from the mask words, a chunk of windows ahead.
+// Shared memory (bytes): ring of slots x rows x 128 x (kOutChunks + kTokenChunks), weights first; 2 x 2 x 8192 for
+//   results on their way out; 2 x 512 x 2 lists of units; 3 x 16 x 8 barriers. SharedBytes() adds them up.
+// Synchronisation. full[slot]: weights and x of the slot have landed. empty[slot]: both consumers are done with the
+//   slot of this block. shared_empty[slot]: consumers of every block of the cluster are; only the block that multicasts
+//   the slot's weights (slot % kCluster) looks at its own. Stores of y are asynchronous: they overlap the next tile.
+#ifndef JAX_NMSPARSE_CUDA_BLOCK_MANY_TOKENS_CUH_
+#define JAX_NMSPARSE_CUDA_BLOCK_MANY_TOKENS_CUH_
+
+#include "common/problem.h"
+#include "cuda/device.cuh"
+#include "cuda/tma.cuh"
+#include "cuda/wgmma.cuh"
+
+namespace nmsparse::cuda::block {
+
+// How rows of x reach shared memory: one box of the copy engine per unit and 64 tokens, or 16 bytes per lane (bk
+// must be 1).
+enum class Gather { kBoxes, kLanes };
+
+template <class T_, int kOutChunks_, int kMmaTokens_, Gather kGather_, int kCluster_>
+struct Config {
+  using T = T_;
+  static constexpr int kConsumers = 2;  // warpgroups
+  static constexpr int kProducers = 1;  // a second would leave too few registers for 128 accumulators a thread
+  static constexpr int kThreads = (kConsumers + kProducers) * kWarpgroupSize;
+  static constexpr int kOutChunks = kOutChunks_;
+  static constexpr int kOut = kOutChunks * kChunk;
+  static constexpr int kMmaTokens = kMmaTokens_;
+  static constexpr int kTokens = kMmaTokens * (kConsumers / kOutChunks);
+  static constexpr int kTokenChunks = kTokens / kChunk;
+  static constexpr Gather kGather = kGather_;
+  static constexpr int kCluster = kCluster_;
+  static constexpr int kProducerRegisters = 56;
+  static constexpr int kConsumerRegisters = 224;
+  static constexpr int kMaxStages = 16;
+  static constexpr int kListUnits = 512;   // of each of the two lists
+  static constexpr int kStoreBuffers = 2;  // per consumer, 64 columns x 64 tokens each
+  static constexpr int kStoreBytes = kMmaRows * kLineBytes;
+
+  static_assert(kOutChunks == 1 || kOutChunks == 2, "the two consumers split the columns of a tile or its tokens");
+  static_assert(kMmaTokens % kChunk == 0 && kMmaTokens <= 256, "a product spans whole lines and at most 256 tokens");
+  static_assert(kConsumers * kConsumerRegisters + kProducers * kProducerRegisters <= 65536 / kWarpgroupSize,
+                "the warpgroups share one register file");
+  static_assert((kCluster & (kCluster - 1)) == 0, "a block finds who multicasts a slot by a mask");
+
+  __host__ __device__ static constexpr int StageBytes(int rows) { return rows * kLineBytes * (kOutChunks + kTokenChunks); }
+  __host__ __device__ static constexpr int FixedBytes() {
+    return kConsumers * kStoreBuffers * kStoreBytes + 2 * kListUnits * 2 + 3 * kMaxStages * 8;
+  }
+  static constexpr int SharedBytes(int rows, int stages) { return stages * StageBytes(rows) + FixedBytes(); }
+};
+
+struct Arguments {
+  CUtensorMap values, x, y;
+  Geometry geometry;
+  const void* x_data;
+  const uint32_t* mask;
+  Epilogue epilogue;
+  Result result;
+  // Stages.
+  int32_t rows;               // of a stage, a multiple of 16
+  int32_t filled_rows;        // the rest stay zero
+  int32_t slots;              // of the ring
+  int32_t steps;              // stages of a tile
+  int32_t windows_per_stage;  // 1 where a window takes several stages
+  int32_t stages_per_window;  // 1 where a stage takes several windows
+  int32_t run_rows;           // consecutive rows of x that one unit brings to a stage
+  int32_t stages_per_unit;    // bk / run_rows
+  int32_t units_per_stage;
+  // Lists. A window's list is padded to a whole number of stages.
+  int32_t units_per_window;
+  int32_t windows_per_chunk;
+  int32_t stages_per_chunk;
+  // Tiles: groups of `token_group` token tiles walk all column tiles together, so that their x stays in the L2 cache.
+  int32_t token_group;
+  int32_t token_tiles;  // of a cluster: kCluster * kTokens tokens each
+  int32_t out_tiles;
+  int32_t tiles;
+};
+
+struct Tile {
+  int32_t batch, out, token;  // first column and token
+  int32_t block, column;      // column block, and first column inside it
+};
+
+template <class C>
+__device__ __forceinline__ Tile TileAt(const Arguments& a, int32_t index, int rank) {
+  const int32_t per_batch = a.token_tiles * a.out_tiles;
+  const int32_t batch = index / per_batch;
+  const int32_t in_batch = index % per_batch;
+  const int32_t per_group = a.token_group * a.out_tiles;
+  const int32_t first = in_batch / per_group * a.token_group;
+  const int32_t group = min(a.token_group, a.token_tiles - first);
+  const int32_t in_group = in_batch % per_group;
+  const int32_t out = in_group / group * C::kOut;
+  const int32_t token = ((first + in_group % group) * C::kCluster + rank) * C::kTokens;
+  return {batch, out, token, out / a.geometry.bn, out % a.geometry.bn};
+}
+
+// Addresses in shared memory.
+template <class C>
+struct SharedMap {
+  uint32_t base;
+  int rows;
+  int slots;
+
+  __device__ uint32_t Weights(int slot) const { return base + slot * C::StageBytes(rows); }
+  __device__ uint32_t ChunkBytes() const { return rows * kLineBytes; }
+  __device__ uint32_t Inputs(int slot) const { return Weights(slot) + C::kOutChunks * ChunkBytes(); }
+  __device__ uint32_t Store(int consumer) const {
+    return base + slots * C::StageBytes(rows) + consumer * C::kStoreBuffers * C::kStoreBytes;
+  }
+  __device__ uint32_t Lists() const { return Store(C::kConsumers); }
+  __device__ uint32_t Full(int slot) const { return Lists() + 2 * C::kListUnits * 2 + slot * 8; }
+  __device__ uint32_t Empty(int slot) const { return Full(C::kMaxStages + slot); }
+  __device__ uint32_t SharedEmpty(int slot) const { return Full(2 * C::kMaxStages + slot); }
+};
+
+// ------------------------------------------------------------------------------------------------------- producers
+
+// One warp of the producer warpgroup. All four list the kept units of a chunk of windows together (one chunk ahead, in
+// the other of two lists), then gather their share of every stage of the chunk; warp 0 also copies the weights.
+template <class C>
+class Producer {
+ public:
+  using T = typename C::T;
+
+  __device__ Producer(const Arguments& a, const SharedMap<C>& shared, uint16_t* lists, int rank)
+      : a_(a), shared_(shared), lists_(lists), rank_(rank), warp_(threadIdx.x / kWarpSize % 4),
+        lane_(threadIdx.x % kWarpSize) {
+    const int boxed_chunks = C::kOutChunks + (C::kGather == Gather::kBoxes ? C::kTokenChunks : 0);
+    expected_bytes_ = a.filled_rows * kLineBytes * boxed_chunks;
+    const int share = (a.units_per_stage + 3) / 4;
+    first_ = warp_ * share;
+    last_ = min(a.units_per_stage, first_ + share);
+  }
+
+  __device__ void Run() {
+    index_ = blockIdx.x / C::kCluster;
+    if (index_ >= a_.tiles) return;
+    listed_ = TileAt<C>(a_, index_, rank_);
+    LoadWord();
+    ListChunk(lists_);
+    NextChunk();
+    uint16_t* list = lists_;
+    uint16_t* other = lists_ + C::kListUnits;
+    for (int index = index_; index < a_.tiles; index += gridDim.x / C::kCluster) {
+      const Tile tile = TileAt<C>(a_, index, rank_);
+      int steps = a_.steps;
+      for (int window = 0; steps > 0; window += a_.windows_per_chunk) {
+        NamedBarrier(kBarrier, kWarpgroupSize);  // `list` is whole, and nobody reads `other` any more
+        if (index_ < a_.tiles) {
+          ListChunk(other);
+          NextChunk();
+        }
+        const int here = min(steps, a_.stages_per_chunk);
+        CopyStages(tile, window, here, list);
+        steps -= here;
+        uint16_t* const swap = list;
+        list = other;
+        other = swap;
+      }
+    }
+  }
+
+ private:
+  static constexpr int kBarrier = 1 + C::kConsumers;
+  static constexpr uint16_t kBeyond = 0xffff;
+
+  // Lane l's mask word: that of window l of the chunk, zero beyond the last window.
+  __device__ void LoadWord() {
+    const Geometry& g = a_.geometry;
+    const int64_t window = int64_t{listed_window_} + lane_;
+    const bool inside = lane_ < a_.windows_per_chunk && window < g.windows;
+    word_ = inside ? __ldg(a_.mask + (listed_.batch * g.windows + window) * g.out_blocks + listed_.block) : 0;
+    if (g.window_units < kMaskBits) word_ &= (1u << g.window_units) - 1;
+  }
+
+  __device__ void NextChunk() {
+    listed_window_ += a_.windows_per_chunk;
+    if (listed_window_ >= a_.geometry.windows) {
+      listed_window_ = 0;
+      index_ += gridDim.x / C::kCluster;
+      if (index_ >= a_.tiles) return;
+      listed_ = TileAt<C>(a_, index_, rank_);
+    }
+    LoadWord();
+  }
+
+  // list[w * units_per_window + i]: the i-th kept unit of window w, counted from the chunk's first unit. Where a corrupt
+  // mask has too few bits the last unit of the window stands in; kBeyond fills up a window that ends inside a stage.
+  __device__ void ListChunk(uint16_t* list) const {
+    const Geometry& g = a_.geometry;
+    for (int w = warp_; w < a_.windows_per_chunk; w += 4) {
+      const uint32_t bits = __shfl_sync(~0u, word_, w);
+      const int rank = __popc(bits & ((1u << lane_) - 1));
+      uint16_t* const window = list + w * a_.units_per_window;
+      const int first_unit = w * g.window_units;
+      if ((bits >> lane_ & 1) && rank < g.q) window[rank] = static_cast<uint16_t>(first_unit + lane_);
+      if (lane_ >= min(__popc(bits), g.q) && lane_ < a_.units_per_window) {
+        window[lane_] = lane_ < g.q ? static_cast<uint16_t>(first_unit + g.window_units - 1) : kBeyond;
+      }
+    }
+  }
+
+  __device__ void CopyStages(const Tile& tile, int window, int steps, const uint16_t* list) {
+    const Geometry& g = a_.geometry;
+    const int first_row = window * g.window_units * g.bk;
+    int part = 0, values_row = 0;
+    for (int step = 0; step < steps; ++step, at_.Advance(a_.slots)) {
+      BarrierWait(shared_.Empty(at_.slot), at_.parity ^ 1);
+      if (warp_ == 0 && ElectOne()) CopyWeights(tile, window, values_row);
+      __syncwarp();
+      GatherStage(tile, first_row + part * a_.run_rows, list);
+      // The next stage: of the same unit, of the same window, or of the next windows.
+      if (++part == a_.stages_per_unit) {
+        part = 0;
+        list += a_.units_per_stage;
+      }
+      values_row += a_.rows;
+      if (values_row >= a_.rows * a_.stages_per_window) {
+        values_row = 0;
+        window += a_.windows_per_stage;
+      }
+    }
+  }
+
+  __device__ void CopyWeights(const Tile& tile, int window, int row) {
+    BarrierArriveExpect(shared_.Full(at_.slot), expected_bytes_);
+    if (C::kCluster > 1) {
+      if ((at_.slot & (C::kCluster - 1)) != rank_) return;
+      BarrierWait(shared_.SharedEmpty(at_.slot), at_.parity ^ 1);
+    }
+#pragma unroll
+    for (int chunk = 0; chunk < C::kOutChunks; ++chunk) {
+      LoadBox<C::kCluster>(shared_.Weights(at_.slot) + chunk * shared_.ChunkBytes(), &a_.values, shared_.Full(at_.slot),
+                           tile.column + chunk * kChunk, row, tile.block, window, tile.batch);
+    }
+  }
+
+  // First row of x of a listed unit.
+  __device__ int Row(int first_row, uint16_t unit) const {
+    return unit == kBeyond ? static_cast<int>(a_.geometry.in_features) : first_row + unit * a_.geometry.bk;
+  }
+
+  __device__ void GatherStage(const Tile& tile, int first_row, const uint16_t* list) {
+    const uint32_t to = shared_.Inputs(at_.slot);
+    if constexpr (C::kGather == Gather::kBoxes) {
+      // Warps own 64-token chunks; where there are fewer chunks than warps, several share one and take turns.
+      constexpr int kTurns = C::kTokenChunks < 4 ? 4 / C::kTokenChunks : 1;
+      const int chunk = warp_ % C::kTokenChunks;
+      if (!ElectOne()) return;
+      for (int unit = warp_ / C::kTokenChunks; unit < a_.units_per_stage; unit += kTurns) {
+        const int row = Row(first_row, list[unit]);
+        const uint32_t line = to + unit * a_.run_rows * kLineBytes;
+#pragma unroll
+        for (int i = 0; i < C::kTokenChunks; i += 4) {
+          LoadBox(line + (chunk + i) * shared_.ChunkBytes(), &a_.x, shared_.Full(at_.slot),
+                  tile.token + (chunk + i) * kChunk, row, tile.batch);
+        }
+      }
+    } else {
+      constexpr int kPieces = C::kTokens * static_cast<int>(sizeof(T)) / 16;  // of a row
+      constexpr int kLanesPerRow = kPieces < kWarpSize ? kPieces : kWarpSize;
+      constexpr int kRowsPerPass = kWarpSize / kLanesPerRow;
+      constexpr int kTokensPerPiece = 16 / sizeof(T);
+      constexpr int kBatch = 8;  // rows of a lane whose list entries are read together
+      const Geometry& g = a_.geometry;
+      const int piece = lane_ % kLanesPerRow;
+      const int token = tile.token + piece * kTokensPerPiece;
+      const T* const x = static_cast<const T*>(a_.x_data) + tile.batch * g.in_features * g.tokens;
+      for (int first = first_ + lane_ / kLanesPerRow; first < last_; first += kBatch * kRowsPerPass) {
+        int row[kBatch];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          const int line = first + i * kRowsPerPass;
+          row[i] = line < last_ ? Row(first_row, list[line]) : 0;
+        }
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          const int line = first + i * kRowsPerPass;
+          const uint32_t address = to + piece / 8 * shared_.ChunkBytes() + line * kLineBytes + (piece ^ line) % 8 * 16;
+#pragma unroll
+          for (int far = 0; far < kPieces / kLanesPerRow; ++far) {
+            const int at = token + far * kWarpSize * kTokensPerPiece;
+            const bool valid = row[i] < g.in_features && at < g.tokens;
+            const T* const from = valid ? x + row[i] * g.tokens + at : x;
+            if (line < last_) CopyAsync16(address + far * (kWarpSize / 8) * shared_.ChunkBytes(), from, valid);
+          }
+        }
+      }
+      BarrierArriveAfterCopies(shared_.Full(at_.slot));
+    }
+  }
+
+  const Arguments& a_;
+  const SharedMap<C> shared_;
+  uint16_t* const lists_;
+  const int rank_, warp_, lane_;
+  uint32_t expected_bytes_;
+  int first_, last_;  // units of a stage that this warp gathers (Gather::kLanes)
+  RingPosition at_;
+  // The chunk that will be listed next.
+  int index_ = 0, listed_window_ = 0;
+  Tile listed_;
+  uint32_t word_ = 0;
+};
+
+// ------------------------------------------------------------------------------------------------------- consumers
+
+template <class C>
+class Consumer {
+ public:
+  static constexpr int kValues = C::kMmaTokens / 2;  // accumulators of a thread
+
+  __device__ Consumer(const Arguments& a, const SharedMap<C>& shared, int consumer)
+      : a_(a), shared_(shared), consumer_(consumer) {
+    const int out_chunk = C::kOutChunks == 2 ? consumer : 0;
+    const int token_chunk = C::kOutChunks == 2 ? 0 : consumer * (C::kMmaTokens / kChunk);
+    weights_offset_ = out_chunk * shared.ChunkBytes();
+    inputs_offset_ = token_chunk * shared.ChunkBytes();
+    out_offset_ = out_chunk * kChunk;
+    token_offset_ = token_chunk * kChunk;
+  }
+
+  __device__ void Reduce(float (&d)[kValues]) {
+    const int depths = a_.rows / kMmaDepth;
+    int previous = 0;
+    for (int step = 0; step < a_.steps; ++step, at_.Advance(a_.slots)) {
+      BarrierWait(shared_.Full(at_.slot), at_.parity);
+      if (C::kGather == Gather::kLanes) ProxyFence();
+      uint64_t weights = MmaDescriptor(shared_.Weights(at_.slot) + weights_offset_, shared_.ChunkBytes());
+      uint64_t inputs = MmaDescriptor(shared_.Inputs(at_.slot) + inputs_offset_, shared_.ChunkBytes());
+      MmaFence();
+#ifndef NMS_SKIP_MATH
+#pragma unroll 1
+      for (int depth = 0; depth < depths; ++depth) {
+        Mma<typename C::T, C::kMmaTokens>(d, weights, inputs, step + depth);
+        weights += kMmaDepth * kLineBytes / 16;
+        inputs += kMmaDepth * kLineBytes / 16;
+      }
+#endif
+      MmaCommit();
+      MmaWait<1>();
+      if (step > 0) Release(previous);
+      previous = at_.slot;
+    }
+    MmaWait<0>();
+    Release(previous);
+  }
+
+  __device__ void Finish(float (&d)[kValues], const Tile& tile) {
+    const Geometry& g = a_.geometry;
+    const int row = threadIdx.x / kWarpSize % 4 * 16 + threadIdx.x % kWarpSize / 4;
+    const int out = tile.out + out_offset_ + row;
+    ApplyAffine(d, tile.batch * g.out_features, out);
+    if (a_.epilogue.activation != Activation::kNone) ApplyActivation(d);
+    if (a_.result.dtype == DType::kF32) {
+      StoreFloats(d, tile, out);
+    } else if (a_.result.dtype == DType::kF16) {
+      StoreBoxes<__half2>(d, tile);
+    } else {
+      StoreBoxes<__nv_bfloat162>(d, tile);
+    }
+  }
+
+ private:
+  __device__ void Release(int slot) {
+    if (threadIdx.x % kWarpgroupSize != 0) return;
+    BarrierArrive(shared_.Empty(slot));
+    if (C::kCluster > 1) BarrierArriveAt(shared_.SharedEmpty(slot), slot & (C::kCluster - 1));
+  }
+
+  __device__ void ApplyAffine(float (&d)[kValues], int64_t batch_row, int out) {
+    const Epilogue& e = a_.epilogue;
+    if (e.scales == nullptr && e.bias.data == nullptr) return;
+    float scale[2] = {1.0f, 1.0f}, bias[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (out + 8 * half >= a_.geometry.out_features) continue;
+      if (e.scales != nullptr) scale[half] = e.scales[batch_row + out + 8 * half];
+      if (e.bias.data != nullptr) bias[half] = LoadAsFloat(e.bias, batch_row + out + 8 * half);
+    }
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) d[i] = fmaf(d[i], scale[i / 2 % 2], bias[i / 2 % 2]);
+  }
+
+  // A loop over groups of accumulators, so that the code of the activation is there 8 times and not 128: registers
+  // cannot be indexed, hence the switch-like unrolled selections.
+  __device__ void ApplyActivation(float (&d)[kValues]) {
+    constexpr int kGroup = 8;
+#pragma unroll 1
+    for (int group = 0; group < kValues / kGroup; ++group) {
+      float v[kGroup];
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) {
+        if (i / kGroup == group) v[i % kGroup] = d[i];
+      }
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) v[i] = Activate(a_.epilogue.activation, v[i]);
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) {
+        if (i / kGroup == group) d[i] = v[i % kGroup];
+      }
+    }
+  }
+
+  // 64 x 64 results at a time pass through shared memory, one line per column, swizzled: the eight rows that one
+  // stmatrix phase writes fall into different banks.
+  template <class Pair>
+  __device__ void StoreBoxes(float (&d)[kValues], const Tile& tile) {
+    const int lane = threadIdx.x % kWarpSize;
+    const int line = threadIdx.x / kWarpSize % 4 * 16 + lane % 16;
+    const bool leader = threadIdx.x % kWarpgroupSize == 0;
+#pragma unroll
+    for (int chunk = 0; chunk < C::kMmaTokens / kChunk; ++chunk) {
+      const uint32_t buffer = shared_.Store(consumer_) + chunk % C::kStoreBuffers * C::kStoreBytes;
+      if (leader) StoreWaitRead<C::kStoreBuffers - 1>();
+      NamedBarrier(1 + consumer_, kWarpgroupSize);
+#pragma unroll
+      for (int pair = 0; pair < kChunk / 16; ++pair) {
+        uint32_t packed[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int first = chunk * 32 + pair * 8 + i * 2;
+          const Pair rounded = Round<Pair>(d[first], d[first + 1]);
+          memcpy(&packed[i], &rounded, sizeof(rounded));
+        }
+        const uint32_t to = buffer + line * kLineBytes + ((pair * 2 + lane / 16) ^ (line % 8)) * 16;
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(packed[0]),
+                     "r"(packed[1]), "r"(packed[2]), "r"(packed[3])
+                     : "memory");
+      }
+      ProxyFence();
+      NamedBarrier(1 + consumer_, kWarpgroupSize);
+      if (leader) {
+        StoreBox(&a_.y, buffer, tile.token + token_offset_ + chunk * kChunk, tile.out + out_offset_, tile.batch);
+        StoreCommit();
+      }
+    }
+  }
+
+  template <class Pair>
+  __device__ static Pair Round(float low, float high) {
+    if constexpr (std::is_same_v<Pair, __half2>) {
+      return __floats2half2_rn(low, high);
+    } else {
+      return __floats2bfloat162_rn(low, high);
+    }
+  }
+
+  __device__ void StoreFloats(float (&d)[kValues], const Tile& tile, int out) {
+    const Geometry& g = a_.geometry;
+    const int first_token = tile.token + token_offset_ + threadIdx.x % 4 * 2;
+    float* y = static_cast<float*>(a_.result.data) + (tile.batch * g.out_features + out) * g.tokens + first_token;
+#pragma unroll
+    for (int i = 0; i < kValues; i += 2) {
+      const int half = i / 2 % 2, offset = i / 4 * 8;
+      if (out + 8 * half < g.out_features && first_token + offset < g.tokens) {
+        *reinterpret_cast<float2*>(y + 8 * half * g.tokens + offset) = make_float2(d[i], d[i + 1]);
+      }
+    }
+  }
+
+  const Arguments& a_;
+  const SharedMap<C> shared_;
+  const int consumer_;
+  RingPosition at_;
+  uint32_t weights_offset_, inputs_offset_;
+  int out_offset_, token_offset_;
+};
+
+// ---------------------------------------------------------------------------------------------------------- kernel
+
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, 1) ManyTokens(const __grid_constant__ Arguments a) {
+  extern __shared__ __align__(1024) uint8_t storage[];
+  const SharedMap<C> shared{SharedAddress(storage), a.rows, a.slots};
+  const int warpgroup = threadIdx.x / kWarpgroupSize;
+  const int rank = C::kCluster > 1 ? static_cast<int>(ClusterRank()) : 0;
+  if (threadIdx.x == 0) {
+    constexpr int kGatherers = C::kGather == Gather::kLanes ? kWarpgroupSize : 0;
+    for (int slot = 0; slot < a.slots; ++slot) {
+      BarrierInit(shared.Full(slot), 1 + kGatherers);
+      BarrierInit(shared.Empty(slot), C::kConsumers);
+      BarrierInit(shared.SharedEmpty(slot), C::kConsumers * C::kCluster);
+    }
+    BarrierInitFence();
+  }
+  // Rows of a stage that no unit fills.
+  const int tail_words = (a.rows - a.filled_rows) * kLineBytes / 4;
+  for (int chunk = 0; tail_words > 0 && chunk < a.slots * (C::kOutChunks + C::kTokenChunks); ++chunk) {
+    uint32_t* tail = reinterpret_cast<uint32_t*>(storage + (chunk * a.rows + a.filled_rows) * kLineBytes);
+    for (int i = threadIdx.x; i < tail_words; i += C::kThreads) tail[i] = 0;
+  }
+  ProxyFence();
+  __syncthreads();
+  if (C::kCluster > 1) ClusterSync();
+
+  if (warpgroup >= C::kConsumers) {
+    ReleaseRegisters<C::kProducerRegisters>();
+    Producer<C>(a, shared, reinterpret_cast<uint16_t*>(storage + (shared.Lists() - shared.base)), rank).Run();
+    __syncwarp();
+  } else {
+    ClaimRegisters<C::kConsumerRegisters>();
+    Consumer<C> consumer(a, shared, warpgroup);
+    for (int index = blockIdx.x / C::kCluster; index < a.tiles; index += gridDim.x / C::kCluster) {
+      float d[Consumer<C>::kValues];
+      consumer.Reduce(d);
+      consumer.Finish(d, TileAt<C>(a, index, rank));
+    }
+    if (threadIdx.x % kWarpgroupSize == 0) StoreWaitRead<0>();
+    __syncwarp();
+  }
+  if (C::kCluster > 1) ClusterSync();  // no block leaves while others still copy or arrive here
+}
+
+}  // namespace nmsparse::cuda::block
+
+#endif  // JAX_NMSPARSE_CUDA_BLOCK_MANY_TOKENS_CUH_

@@ -1,0 +1,95 @@
+// Launcher of block_simt: spmm for few tokens on CUDA cores (block_simt.cuh). float32, bfloat16 or float16 x with values
+// of the same dtype, int8 or float8_e4m3fn; any block.
+#include "cuda/block_simt.cuh"
+
+#include <algorithm>
+
+#include "cuda/block_launch.h"
+#include "cuda/kernels.h"
+
+namespace nmsparse::cuda {
+namespace {
+
+using block::Device;
+using block::SimtConfig;
+using block::SimtPlan;
+
+inline constexpr int64_t kTileBytes = 96 * 1024;  // of x, so that two blocks fit a multiprocessor
+inline constexpr int kBlocksPerMultiprocessor = 2;
+
+template <class C>
+cudaError_t LaunchSimt(const Problem& problem, const Device& device, cudaStream_t stream) {
+  const Geometry& geometry = problem.geometry;
+  const int64_t tiles = CeilDiv(geometry.out_features, C::kTileColumns);
+  const int64_t token_tiles = CeilDiv(geometry.tokens, C::kTokens);
+  if (token_tiles > block::kMaxGridYz || geometry.batch > block::kMaxGridYz) return cudaErrorNotSupported;
+  const int64_t room = int64_t{kBlocksPerMultiprocessor} * device.multiprocessors / (tiles * token_tiles * geometry.batch);
+  const int64_t most = std::min<int64_t>(device.max_splits(), std::max<int64_t>(1, geometry.windows));
+  SimtPlan plan{};
+  plan.splits = static_cast<int32_t>(std::clamp<int64_t>(room, 1, most));
+  const int64_t window_bytes = geometry.rows_per_window() * C::kTokens * 4;
+  const int64_t limit = std::max(std::min<int64_t>(kTileBytes, device.shared_bytes), window_bytes);
+  if (limit > device.shared_bytes) return cudaErrorNotSupported;
+  plan.chunk_windows = static_cast<int32_t>(
+      std::max<int64_t>(1, std::min(limit / window_bytes, CeilDiv(geometry.windows, plan.splits))));
+  const int64_t shared = std::max<int64_t>(plan.chunk_windows * window_bytes, C::kSumsBytes);
+  if (shared > device.shared_bytes) return cudaErrorNotSupported;
+  const dim3 grid(static_cast<unsigned>(tiles * plan.splits), static_cast<unsigned>(token_tiles),
+                  static_cast<unsigned>(geometry.batch));
+  return block::LaunchInClusters(block::BlockSimtKernel<C>, grid, C::kThreads, shared, plan.splits, stream, problem, plan);
+}
+
+// Tokens per pass: as few as hold them all, and few enough for a window of x to fit.
+template <class Value, int kColumns, int kRows>
+cudaError_t LaunchForTokens(const Problem& problem, const Device& device, cudaStream_t stream) {
+  const int64_t tokens = problem.geometry.tokens;
+  const int64_t fit = device.shared_bytes / 4 / problem.geometry.rows_per_window();
+  if (tokens > 4 && fit >= 8) return LaunchSimt<SimtConfig<Value, kColumns, kRows, 8>>(problem, device, stream);
+  if (tokens > 2 && fit >= 4) return LaunchSimt<SimtConfig<Value, kColumns, kRows, 4>>(problem, device, stream);
+  if (tokens > 1 && fit >= 2) return LaunchSimt<SimtConfig<Value, kColumns, kRows, 2>>(problem, device, stream);
+  return LaunchSimt<SimtConfig<Value, kColumns, kRows, 1>>(problem, device, stream);
+}
+
+template <class Value>
+cudaError_t LaunchForBlock(const Problem& problem, const Device& device, cudaStream_t stream) {
+  const Geometry& geometry = problem.geometry;
+  constexpr int kWide = sizeof(Value) == 4 ? 4 : 8;
+  const uintptr_t address = reinterpret_cast<uintptr_t>(problem.values.data);
+  if (geometry.bn % kWide == 0 && address % (kWide * sizeof(Value)) == 0) {
+    return LaunchForTokens<Value, kWide, 1>(problem, device, stream);
+  }
+  if constexpr (sizeof(Value) < 4) {
+    if (geometry.bn == 4 && geometry.q * geometry.bk % 2 == 0 && address % (8 * sizeof(Value)) == 0) {
+      return LaunchForTokens<Value, 4, 2>(problem, device, stream);
+    }
+  }
+  return LaunchForTokens<Value, 1, 1>(problem, device, stream);
+}
+
+}  // namespace
+
+cudaError_t BlockSimtSpmm(const Problem& problem, cudaStream_t stream) {
+  if (block::IsEmpty(problem.geometry)) return cudaSuccess;
+  const DType x = problem.x.dtype, values = problem.values.dtype;
+  const bool float_x = x == DType::kF32 || x == DType::kBF16 || x == DType::kF16;
+  if (!float_x) return cudaErrorNotSupported;
+  Device device;
+  const cudaError_t error = block::QueryDevice(&device);
+  if (error != cudaSuccess) return error;
+  switch (values) {
+    case DType::kS8:
+      return LaunchForBlock<int8_t>(problem, device, stream);
+    case DType::kF8E4M3FN:
+      return LaunchForBlock<E4M3>(problem, device, stream);
+    case DType::kF32:
+      return x == values ? LaunchForBlock<float>(problem, device, stream) : cudaErrorNotSupported;
+    case DType::kBF16:
+      return x == values ? LaunchForBlock<__nv_bfloat16>(problem, device, stream) : cudaErrorNotSupported;
+    case DType::kF16:
+      return x == values ? LaunchForBlock<__half>(problem, device, stream) : cudaErrorNotSupported;
+    default:
+      return cudaErrorNotSupported;
+  }
+}
+
+}  // namespace nmsparse::cuda

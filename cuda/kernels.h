@@ -1,0 +1,47 @@
+// The CUDA kernels, by name: what the handlers look up and what a kernel family plugs into. No XLA here.
+//
+// To add a family: write its launchers in a file of their own, declare them below, add their rows to the tables, and
+// add the file to CMakeLists.txt (NMS_CUDA_SOURCES, or NMS_CUDA_SM90A_SOURCES where it needs sm_90a instructions).
+//
+// What a launcher promises:
+//   * it launches on `stream` only; it never allocates, synchronises, or keeps state, so that it can be captured;
+//   * it writes every element of problem.result, at the result's dtype, the same bits at every run;
+//   * it returns cudaSuccess or the error of its launch, and cudaErrorNotSupported for a problem outside its domain
+//     (a pattern, dtype, size or workspace that dispatch.py should not have sent there): the handler words it.
+// Shapes, dtype pairs and sizes are already checked (handlers.cc); empty batches, tokens and columns are not.
+#ifndef JAX_NMSPARSE_CUDA_KERNELS_H_
+#define JAX_NMSPARSE_CUDA_KERNELS_H_
+
+#include <cuda_runtime_api.h>
+
+#include "common/problem.h"
+
+namespace nmsparse::cuda {
+
+using Launch = cudaError_t (*)(const Problem& problem, cudaStream_t stream);
+
+struct Kernel {
+  std::string_view name;
+  Launch launch;
+};
+
+// simple_*.cu: every pattern, shape and dtype, float32 (or int32) arithmetic on CUDA cores.
+cudaError_t SimpleSpmm(const Problem& problem, cudaStream_t stream);
+cudaError_t SimpleSpmmT(const Problem& problem, cudaStream_t stream);
+cudaError_t SimpleSddmm(const Problem& problem, cudaStream_t stream);
+
+inline constexpr Kernel kSpmmKernels[] = {
+    {"simple", SimpleSpmm},
+};
+
+inline constexpr Kernel kSpmmTKernels[] = {
+    {"simple", SimpleSpmmT},
+};
+
+inline constexpr Kernel kSddmmKernels[] = {
+    {"simple", SimpleSddmm},
+};
+
+}  // namespace nmsparse::cuda
+
+#endif  // JAX_NMSPARSE_CUDA_KERNELS_H_

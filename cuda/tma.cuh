@@ -1,0 +1,194 @@
+// Hopper's asynchronous copies: transaction barriers in shared memory (mbarrier), tensor maps, the copy engine (TMA),
+// thread-block clusters and the exchange of registers between warpgroups. sm_90 and newer.
+#ifndef JAX_NMSPARSE_CUDA_TMA_CUH_
+#define JAX_NMSPARSE_CUDA_TMA_CUH_
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace nmsparse::cuda {
+
+__device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// -------------------------------------------------------------------------------------------------------- barriers
+
+// A phase of a barrier ends when `arrivals` threads have arrived and all announced bytes have landed. Waits name the
+// parity of the phase they wait for; waiting for parity 1 on a fresh barrier returns at once.
+__device__ __forceinline__ void BarrierInit(uint32_t barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+__device__ __forceinline__ void BarrierInitFence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void BarrierArrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// Arrives at the same barrier of another block of the cluster.
+__device__ __forceinline__ void BarrierArriveAt(uint32_t barrier, uint32_t block) {
+  uint32_t remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(barrier), "r"(block));
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(remote) : "memory");
+}
+__device__ __forceinline__ void BarrierArriveExpect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+// Arrives when the cp.async copies that this thread has issued so far have landed.
+__device__ __forceinline__ void BarrierArriveAfterCopies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void BarrierWait(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// Makes ordinary shared-memory accesses and those of the copy engine and the tensor cores see each other in order.
+__device__ __forceinline__ void ProxyFence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Barrier `id` (1 to 15) of `threads` threads of the block.
+__device__ __forceinline__ void NamedBarrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// One position of a ring of shared-memory slots and the parity of its current round.
+struct RingPosition {
+  int slot = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void Advance(int slots) {
+    if (++slot == slots) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// -------------------------------------------------------------------------------------------- clusters, registers
+
+__device__ __forceinline__ uint32_t ClusterRank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+__device__ __forceinline__ void ClusterSync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// Warpgroups hand registers from the pool to each other; every warp of the warpgroup calls it.
+template <int kRegisters>
+__device__ __forceinline__ void ReleaseRegisters() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void ClaimRegisters() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// One lane of a converged warp.
+__device__ __forceinline__ bool ElectOne() {
+  uint32_t elected;
+  asm volatile("{ .reg .pred one; elect.sync _|one, 0xffffffff; selp.u32 %0, 1, 0, one; }" : "=r"(elected));
+  return elected != 0;
+}
+
+// --------------------------------------------------------------------------------------------------------- copies
+
+__device__ __forceinline__ void PrefetchTensorMap(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Box at (c0, c1, c2) of a 3-axis map -> shared memory; elements outside the tensor are zeros and count as bytes.
+__device__ __forceinline__ void LoadBox(uint32_t to, const CUtensorMap* map, uint32_t barrier, int c0, int c1, int c2) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
+          to),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2)
+      : "memory");
+}
+// The same for a 5-axis map. kBlocks > 1: to the same address of that many blocks of the cluster, whose barriers at the
+// same address all count the bytes.
+template <int kBlocks>
+__device__ __forceinline__ void LoadBox(uint32_t to, const CUtensorMap* map, uint32_t barrier, int c0, int c1, int c2,
+                                        int c3, int c4) {
+  if constexpr (kBlocks == 1) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+        : "memory");
+  } else {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+        " [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4),
+        "h"(static_cast<uint16_t>((1 << kBlocks) - 1))
+        : "memory");
+  }
+}
+// Shared memory -> box at (c0, c1, c2); elements outside the tensor are not written.
+__device__ __forceinline__ void StoreBox(const CUtensorMap* map, uint32_t from, int c0, int c1, int c2) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(from),
+               "r"(c0), "r"(c1), "r"(c2)
+               : "memory");
+}
+__device__ __forceinline__ void StoreCommit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Waits until at most kPending committed stores of this thread still read shared memory.
+template <int kPending>
+__device__ __forceinline__ void StoreWaitRead() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+// 16 bytes of global memory -> shared memory, or zeros where !valid (nothing is read then).
+__device__ __forceinline__ void CopyAsync16(uint32_t to, const void* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+// ---------------------------------------------------------------------------------------------- tensor maps (host)
+
+// Describes a row-major tensor of 16-bit elements, axes from the innermost, and the box that one copy moves. The box's
+// innermost axis fills one 128-byte line, swizzled as wgmma.cuh states.
+struct TensorMapSpec {
+  CUtensorMapDataType dtype;
+  const void* data;  // 16-byte aligned
+  int axes;
+  uint64_t sizes[5];
+  uint64_t strides[4];  // bytes, of axes 1 and up; multiples of 16
+  uint32_t box[5];
+};
+
+inline cudaError_t EncodeTensorMap(const TensorMapSpec& spec, CUtensorMap* map) {
+  // The driver's function is looked up at run time, so that the module loads on a machine without a driver.
+  using Encode = decltype(&cuTensorMapEncodeTiled);
+  static const Encode encode = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found{};
+    constexpr unsigned kSince = 12000;
+    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, kSince, cudaEnableDefault, &found) !=
+            cudaSuccess ||
+        found != cudaDriverEntryPointSuccess) {
+      return Encode{nullptr};
+    }
+    return reinterpret_cast<Encode>(function);
+  }();
+  if (encode == nullptr) return cudaErrorNotSupported;
+  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
+  cuuint64_t sizes[5], strides[4];
+  for (int i = 0; i < spec.axes; ++i) sizes[i] = spec.sizes[i];
+  for (int i = 0; i + 1 < spec.axes; ++i) strides[i] = spec.strides[i];
+  const CUresult result =
+      encode(map, spec.dtype, static_cast<cuuint32_t>(spec.axes), const_cast<void*>(spec.data), sizes, strides, spec.box,
+             steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+}  // namespace nmsparse::cuda
+
+#endif  // JAX_NMSPARSE_CUDA_TMA_CUH_

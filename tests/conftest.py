@@ -1,0 +1,60 @@
+"""Devices, markers and fixtures that all tests share; the oracle and the tolerances are in oracle.py."""
+
+import os
+
+# Before JAX starts: eight CPU devices for the sharding tests.
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+
+import hypothesis
+import jax
+import numpy as np
+import pytest
+
+pytest.register_assert_rewrite("oracle")
+
+# Every new shape compiles, so a time limit for one example would only measure the compiler.
+hypothesis.settings.register_profile(
+    "jax_nmsparse",
+    deadline=None,
+    max_examples=25,
+    derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("jax_nmsparse")
+
+
+def _gpu_problem() -> str | None:
+    """Why tests that need a GPU cannot run here, or None."""
+    try:
+        jax.devices("cuda")
+    except RuntimeError:
+        return "no CUDA device"
+    from jax_nmsparse import native  # noqa: PLC0415  (only where there is a GPU)
+
+    module = native.MODULES["cuda"]
+    return None if module.loaded else f"the native module _cuda {module.problem}"
+
+
+def pytest_configure(config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA device and the native module _cuda")
+
+
+def pytest_collection_modifyitems(items) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    problem = _gpu_problem() if marked else None
+    for item in marked:
+        if problem:
+            item.add_marker(pytest.mark.skip(reason=problem))
+
+
+@pytest.fixture
+def x64():
+    """64-bit types for the length of a test."""
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(20231)

@@ -1,0 +1,461 @@
+"""`NMSparseDense` beside `nn.Dense`, and through what Flax, optax and checkpoints do to variables."""
+
+import gc
+import itertools
+
+import flax
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracle
+import orbax.checkpoint as ocp
+import pytest
+
+import jax_nmsparse as nms
+from jax_nmsparse.linen import MASK_COLLECTION, NMSparseDense
+
+FLOATS = ("float32", "bfloat16", "float16", "float64")
+COLLECTIONS = {"params": 0, MASK_COLLECTION: 0}
+
+
+def integer_init(key, shape, dtype):
+    return jax.random.randint(key, shape, -3, 4).astype(dtype)
+
+
+def make(in_features=40, features=24, pattern="2:4", key=0, **arguments):
+    layer = NMSparseDense(features, pattern=pattern, **arguments)
+    variables = layer.init(jax.random.key(key), jnp.ones((1, in_features)))
+    return layer, {"params": variables["params"], MASK_COLLECTION: variables[MASK_COLLECTION]}
+
+
+def as_dense(variables):
+    return {"params": NMSparseDense.to_dense(variables)}
+
+
+# Promotion, initial values, results.
+
+
+@pytest.mark.parametrize("param_dtype", FLOATS)
+@pytest.mark.parametrize("dtype", [None, *FLOATS])
+def test_promotes_as_dense_dtype_and_param_dtype_surprise(x64, rng, dtype, param_dtype):
+    """flax#3945: for every dtype, param_dtype and input dtype the same result dtype, and exactly the same integers."""
+    options = {"dtype": dtype, "param_dtype": param_dtype, "kernel_init": integer_init, "bias_init": integer_init}
+    sparse, dense = NMSparseDense(6, pattern="2:4", **options), nn.Dense(6, **options)
+    variables = sparse.init(jax.random.key(1), jnp.ones(16))
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(variables["params"])} == {param_dtype}
+    for x_dtype in (*FLOATS, "int8", "int32"):
+        x = jnp.zeros((2, 16), x_dtype)
+        got = jax.eval_shape(sparse.apply, variables, x)
+        assert got == jax.eval_shape(dense.apply, as_dense(variables), x), x_dtype
+    x = oracle.integers(rng, (5, 16))
+    oracle.assert_same_bits(sparse.apply(variables, x), dense.apply(as_dense(variables), x))
+
+
+def test_refuses_what_dense_refuses_and_complex():
+    x = jnp.ones((1, 8))
+    for layer in (nn.Dense(4, dtype=jnp.int32), NMSparseDense(4, pattern="2:4", dtype=jnp.int32)):
+        with pytest.raises(ValueError, match="inexact"):
+            layer.init(jax.random.key(0), x)
+    with pytest.raises(TypeError, match="complex64, supported are"):
+        NMSparseDense(4, pattern="2:4", param_dtype=jnp.complex64).init(jax.random.key(0), x)
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "8:32/1x64", "3:6"])
+def test_init_prunes_the_draw_of_dense(pattern):
+    """The same key draws the same dense kernel as nn.Dense, also under jit and eval_shape."""
+    key, x = jax.random.key(3), jnp.ones((2, 40))
+    dense = nn.Dense(24, bias_init=nn.initializers.normal()).init(key, x)
+    layer = NMSparseDense(24, pattern=pattern, bias_init=nn.initializers.normal())
+    got = layer.init(key, x)
+    want = NMSparseDense.from_dense(dense, pattern)
+    oracle.assert_same_bits(got, want)
+    shapes = jax.eval_shape(layer.init, key, x)
+    assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, want)
+    jitted = jax.jit(layer.init)(key, x)
+    oracle.assert_same_bits(jitted[MASK_COLLECTION], want[MASK_COLLECTION])
+    oracle.assert_close(jitted["params"]["values"], want["params"]["values"])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "in_features", "features"),
+    [("1:4", 64, 32), ("3:6", 31, 33), ("4:64", 129, 7), ("8:32/2x3", 100, 20), ("2:4/1x8", 1, 65)],
+)
+def test_equals_the_oracle(rng, pattern, in_features, features):
+    layer, variables = make(in_features, features, pattern, bias_init=nn.initializers.normal())
+    w = layer.bind(variables).weight()
+    assert w.shape == (in_features, features)
+    x = oracle.normal(rng, (2, 3, in_features))
+    want = oracle.spmm(x, w, bias=variables["params"]["bias"])
+    oracle.assert_close(layer.apply(variables, x), want, depth=in_features)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
+def test_activation_and_implementation(rng, activation):
+    x = oracle.normal(rng, (3, 40))
+    for implementation in oracle.IMPLEMENTATIONS:
+        layer, variables = make(
+            activation=activation, implementation=implementation, use_bias=False, precision="highest"
+        )
+        assert list(variables["params"]) == ["values"]
+        want = oracle.spmm(x, layer.bind(variables).weight(), activation=activation)
+        oracle.assert_close(layer.apply(variables, x), want, depth=40)
+    with pytest.raises(ValueError, match="activation is 'tanh'"):
+        make(activation="tanh")
+
+
+def test_named_implementation_reaches_the_product():
+    layer, variables = make(implementation="dense")
+    jaxpr = str(jax.make_jaxpr(layer.apply)(variables, jnp.ones((2, 40))))
+    assert "implementation=dense" in jaxpr
+
+
+# Quantised values.
+
+
+@pytest.mark.parametrize("values_dtype", ["int8", "float8_e4m3fn"])
+def test_quantised(rng, values_dtype):
+    trained = nn.Dense(24).init(jax.random.key(0), jnp.ones((1, 40)))
+    variables = NMSparseDense.from_dense(trained, "2:4", values_dtype=values_dtype)
+    layer = NMSparseDense(24, pattern="2:4", values_dtype=values_dtype)
+    assert set(variables["params"]) == {"scales", "bias"}
+    assert variables[MASK_COLLECTION]["values"].dtype == values_dtype
+    oracle.assert_same_bits(layer.init(jax.random.key(0), jnp.ones((1, 40))), variables)
+    x = oracle.normal(rng, (3, 40))
+    want = oracle.spmm(x, layer.bind(variables).weight(), bias=variables["params"]["bias"])
+    oracle.assert_close(layer.apply(variables, x), want, depth=40)
+    half = layer.clone(dtype=jnp.bfloat16)
+    assert half.apply(variables, x).dtype == jnp.bfloat16
+
+    constants = {MASK_COLLECTION: variables[MASK_COLLECTION]}
+    grads = jax.grad(lambda params: layer.apply({"params": params, **constants}, x).sum())(variables["params"])
+    unit = oracle.spmm(x, NMSparseDense.to_weight(variables)._replace(scales=jnp.ones(24)))
+    oracle.assert_close(grads["scales"], unit.sum(0), depth=120)
+
+
+# Conversion.
+
+
+def test_round_trip_with_dense():
+    trained = nn.Dense(24, bias_init=nn.initializers.normal()).init(jax.random.key(0), jnp.ones((1, 40)))
+    variables = NMSparseDense.from_dense(trained["params"], "2:4")
+    back = NMSparseDense.to_dense(variables)
+    np.testing.assert_array_equal(back["bias"], trained["params"]["bias"])
+    assert int((back["kernel"] != 0).sum()) == 20 * 24
+    oracle.assert_same_bits(NMSparseDense.from_dense(back, nms.NMPattern(2, 4), exact=True), variables)
+    with pytest.raises(ValueError, match="more than 2 nonzero"):
+        NMSparseDense.from_dense(trained, "2:4", exact=True)
+    with pytest.raises(ValueError, match=r"holds \['Dense_0'\]"):
+        NMSparseDense.from_dense({"params": {"Dense_0": trained["params"]}}, "2:4")
+
+
+def test_boolean_masks_of_other_libraries_run_fast(rng):
+    """jaxpruner#4, #8: a boolean mask becomes a weight with the same logits."""
+    kernel = oracle.normal(rng, (64, 12))
+    keep = oracle.draw(rng, (64, 12), "2:4", fill=lambda rng, shape, dtype: np.ones(shape, dtype)).keep()
+    variables = NMSparseDense.from_dense({"kernel": kernel}, "2:4", scores=keep)
+    x = oracle.normal(rng, (5, 64))
+    got = NMSparseDense(12, pattern="2:4", use_bias=False).apply(variables, x)
+    oracle.assert_close(got, x.astype(np.float64) @ np.where(keep, kernel, 0), depth=32)
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "8:32", "16:32/1x32"])
+def test_sparse_weights_save_memory(pattern):
+    """pytorch#115008, sparsegpt#1: density + mask bits of the dense bytes, and no dense copy stays alive."""
+    pattern = nms.NMPattern.parse(pattern)
+    kernel = jax.random.normal(jax.random.key(0), (256, 512))
+    dense_bytes = kernel.nbytes
+    variables = NMSparseDense.from_dense({"kernel": kernel}, pattern)
+    got = sum(leaf.nbytes for leaf in jax.tree.leaves(variables))
+    mask_bytes = 256 * 512 // 8 // (pattern.block[0] * pattern.block[1])
+    assert got == dense_bytes * pattern.density + mask_bytes + 4
+    del kernel
+    gc.collect()
+    assert not [a for a in jax.live_arrays() if a.shape == (256, 512)]
+
+
+# Transformations of Flax.
+
+
+class Block(nn.Module):
+    """A residual layer, as a body of nn.scan: (carry, None) -> (carry, None)."""
+
+    features: int = 32
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        return x + NMSparseDense(self.features, pattern="8:32/1x8", activation="gelu", name="mlp")(x), None
+
+
+class Stack(nn.Module):
+    transform: str
+
+    @nn.compact
+    def __call__(self, x):
+        block = nn.remat(Block, prevent_cse=False) if self.transform == "remat of scan" else Block
+        layers = nn.scan(block, variable_axes=COLLECTIONS, split_rngs={"params": True}, length=3)
+        return layers(name="layers")(x, None)[0]
+
+
+@pytest.mark.parametrize("transform", ["scan", "remat of scan"])
+def test_scan_over_stacked_layers(rng, transform):
+    x = oracle.normal(rng, (4, 32))
+    model = Stack(transform)
+    variables = jax.jit(model.init)(jax.random.key(0), x)
+    stacked = jax.tree.map(lambda leaf: leaf, {c: variables[c]["layers"]["mlp"] for c in COLLECTIONS})
+    w = NMSparseDense.to_weight(stacked).validate()
+    assert w.shape == (3, 32, 32)
+    assert len(np.unique(np.asarray(w.values).reshape(3, -1), axis=0)) == 3, "every layer draws its own values"
+
+    def unrolled(params):
+        y = x
+        for i in range(3):
+            one = {"params": params["layers"]["mlp"], MASK_COLLECTION: variables[MASK_COLLECTION]["layers"]["mlp"]}
+            y = y + NMSparseDense(32, pattern="8:32/1x8", activation="gelu").apply(
+                jax.tree.map(lambda leaf, i=i: leaf[i], one), y
+            )
+        return (y**2).sum(), y
+
+    def scanned(params):
+        y = model.apply({"params": params, MASK_COLLECTION: variables[MASK_COLLECTION]}, x)
+        return (y**2).sum(), y
+
+    got, y = jax.jit(jax.grad(scanned, has_aux=True))(variables["params"])
+    want, expected = jax.jit(jax.grad(unrolled, has_aux=True))(variables["params"])
+    oracle.assert_close(y, expected, depth=96)
+    jax.tree.map(lambda a, b: oracle.assert_close(a, b, depth=96), got, want)
+
+
+def test_vmap_makes_an_ensemble(rng):
+    x = oracle.normal(rng, (4, 40))
+    layers = nn.vmap(NMSparseDense, variable_axes=COLLECTIONS, split_rngs={"params": True}, in_axes=None, axis_size=3)(
+        24, pattern="2:4"
+    )
+    variables = layers.init(jax.random.key(0), x)
+    w = NMSparseDense.to_weight(variables)
+    assert w.shape == (3, 40, 24)
+    oracle.assert_close(layers.apply(variables, x), oracle.spmm(np.broadcast_to(x, (3, 4, 40)), w), depth=40)
+    with pytest.raises(ValueError, match=r"variable_axes names both collections, 'params' and 'nm_mask'"):
+        NMSparseDense(24, pattern="2:4").apply(variables, x)
+
+
+def test_remat_and_gradients_without_integer_leaves(rng):
+    """haiku#513: the mask is not among the params, so jax.grad runs on them untouched."""
+    x = oracle.normal(rng, (4, 40))
+    plain, variables = make()
+    layer = nn.remat(NMSparseDense)(24, pattern="2:4")
+    constants = {MASK_COLLECTION: variables[MASK_COLLECTION]}
+    assert all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(variables["params"]))
+
+    def loss(params, layer):
+        return layer.apply({"params": params, **constants}, x).sum()
+
+    for one in (plain, layer):
+        grads = jax.grad(loss)(variables["params"], one)
+        want = oracle.sddmm(x, np.ones((4, 24)), plain.bind(variables).weight())
+        oracle.assert_close(grads["values"], want, depth=4)
+
+
+def test_partitioning_metadata_follows_the_axes():
+    init = nn.with_partitioning(nn.initializers.normal(), ("in", "out"))
+    variables = NMSparseDense(24, pattern="2:4", kernel_init=init).init(jax.random.key(0), jnp.ones((1, 40)))
+    specs = nn.get_partition_spec(variables)
+    assert specs["params"]["values"] == jax.P("in", "out", None, None, None)
+    assert specs[MASK_COLLECTION]["mask"] == jax.P("in", "out")
+    assert NMSparseDense(24, pattern="2:4").apply(variables, jnp.ones((3, 40))).shape == (3, 24)
+    quantised = NMSparseDense(24, pattern="4:64", kernel_init=init, values_dtype=jnp.int8)
+    specs = nn.get_partition_spec(quantised.init(jax.random.key(0), jnp.ones((1, 40))))
+    assert specs["params"]["scales"] == jax.P("out")
+    assert specs[MASK_COLLECTION]["mask"] == jax.P("in", "out", None)
+
+
+# Training.
+
+
+class Classifier(nn.Module):
+    pattern: str | None
+
+    @nn.compact
+    def __call__(self, x):
+        def dense(features):
+            return NMSparseDense(features, pattern=self.pattern) if self.pattern else nn.Dense(features)
+
+        return dense(3)(nn.relu(dense(48)(x)))
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "8:32/1x4"])
+def test_backward_twenty_steps_equal_masked_dense_training(rng, pattern):
+    """pytorch#126420: the losses of N:M training are those of dense training with masked kernels and gradients.
+
+    apex#1474, llm-compressor#952: and the weights still satisfy the pattern afterwards.
+    """
+    x, labels = oracle.normal(rng, (64, 40)), rng.integers(0, 3, 64)
+    sparse, dense = Classifier(pattern), Classifier(None)
+    variables = sparse.init(jax.random.key(0), x)
+    layers = ["NMSparseDense_0", "NMSparseDense_1"]
+    pick = {name: {c: variables[c][name] for c in COLLECTIONS} for name in layers}
+    kernels = {n.replace("NMSparseDense", "Dense"): NMSparseDense.to_dense(v) for n, v in pick.items()}
+    keep = {
+        n.replace("NMSparseDense", "Dense"): {"kernel": NMSparseDense.to_weight(v).keep(), "bias": True}
+        for n, v in pick.items()
+    }
+    optimiser = optax.adamw(1e-2, weight_decay=1e-2)
+
+    def train(model, params, constants, mask):
+        def loss(params):
+            logits = model.apply({"params": params, **constants}, x)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+        @jax.jit
+        def step(params, state):
+            value, grads = jax.value_and_grad(loss)(params)
+            if mask is not None:
+                grads = jax.tree.map(lambda g, keep: jnp.where(keep, g, 0), grads, mask)
+            updates, state = optimiser.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, value
+
+        state, losses = optimiser.init(params), []
+        for _ in range(20):
+            params, state, value = step(params, state)
+            losses.append(value)
+        return params, jnp.stack(losses)
+
+    params, losses = train(sparse, variables["params"], {MASK_COLLECTION: variables[MASK_COLLECTION]}, None)
+    want, expected = train(dense, kernels, {}, keep)
+    assert losses[-1] < 0.5 * losses[0]
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)
+    for name in layers:
+        w = NMSparseDense.to_weight({"params": params[name], MASK_COLLECTION: variables[MASK_COLLECTION][name]})
+        np.testing.assert_allclose(
+            w.validate().todense(), want[name.replace("NMSparseDense", "Dense")]["kernel"], rtol=1e-3, atol=1e-4
+        )
+
+
+# Checkpoints.
+
+
+def test_checkpoint_says_its_pattern_orbax(tmp_path):
+    """llm-compressor#72, in orbax: restored with and without a target, and self-describing."""
+    layer, variables = make(pattern="4:64/1x8")
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "step", variables)
+    with ocp.StandardCheckpointer() as checkpointer:
+        abstract = jax.eval_shape(layer.init, jax.random.key(0), jnp.ones((1, 40)))
+        abstract = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(
+                a.shape, a.dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])
+            ),
+            abstract,
+        )
+        restored = checkpointer.restore(tmp_path / "step", abstract)
+    oracle.assert_same_bits(restored, variables)
+    assert repr(NMSparseDense.to_weight(restored).validate()) == "NMSparse(40x24, 4:64/1x8, float32)"
+
+
+def test_checkpoint_says_its_pattern_msgpack():
+    """llm-compressor#72, in flax.serialization; a target with another pattern of the same array shapes is refused."""
+    layer, variables = make(pattern="16:32")
+    data = flax.serialization.to_bytes(variables)
+    restored = flax.serialization.from_bytes(variables, data)
+    oracle.assert_same_bits(restored, variables)
+    assert str(NMSparseDense.to_weight(flax.serialization.msgpack_restore(data)).pattern) == "16:32"
+    _, other = make(pattern="2:4")
+    assert jax.tree.map(jnp.shape, other["params"]) == jax.tree.map(jnp.shape, variables["params"])
+    with pytest.raises(ValueError, match="do not match"):
+        flax.serialization.from_bytes(other, data)
+
+
+# Errors.
+
+
+class Model(nn.Module):
+    """Puts the layer at the path encoder/wi."""
+
+    arguments: tuple = ()
+    features: int = 24
+    pattern: str = "2:4"
+
+    @nn.compact
+    def __call__(self, x):
+        class Encoder(nn.Module):
+            @nn.compact
+            def __call__(_, x):  # noqa: N805
+                return NMSparseDense(self.features, pattern=self.pattern, name="wi", **dict(self.arguments))(x)
+
+        return Encoder(name="encoder")(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "in_features", "message"),
+    [
+        (Model(pattern="16:32"), 40, "have pattern 2:4, expected 16:32"),
+        (Model(pattern="8:32"), 40, "have pattern 2:4, expected 8:32"),
+        (Model(pattern="2:4/1x8"), 40, "have pattern 2:4, expected 2:4/1x8"),
+        (Model(), 39, r"x has trailing size 39, expected 40 \(= in_features of w 40x24\)"),
+        (Model(), 400, r"x has trailing size 400, expected 40 \(= in_features of w 40x24\)"),
+        (Model(features=32), 40, r"features is 32, expected 24 \(= out_features of w 40x24\)"),
+        (Model(arguments=(("values_dtype", "int8"),)), 40, "scales"),
+    ],
+    ids=str,
+)
+def test_errors_name_the_layer_also_under_jit(model, in_features, message):
+    variables = Model().init(jax.random.key(0), jnp.ones((1, 40)))
+    for apply in (model.apply, jax.jit(model.apply)):
+        with pytest.raises((ValueError, flax.errors.FlaxError), match=message) as error:
+            apply(variables, jnp.ones((3, in_features)))
+        assert "encoder/wi" in str(error.value)
+
+
+def test_errors_of_broken_variables():
+    model = Model()
+    variables = model.init(jax.random.key(0), jnp.ones((1, 40)))
+    x = jnp.ones((3, 40))
+    with pytest.raises(ValueError, match="encoder/wi: the variables hold params/values but no nm_mask/mask; pass both"):
+        model.apply({"params": variables["params"]}, x)
+    with pytest.raises(flax.errors.ScopeCollectionNotFound):
+        model.apply({MASK_COLLECTION: variables[MASK_COLLECTION]}, x)
+    dense = {"params": {"encoder": {"wi": nn.Dense(24).init(jax.random.key(0), x)["params"]}}}
+    with pytest.raises(ValueError, match=r"encoder/wi: params holds a dense 'kernel'.*from_dense"):
+        model.apply(dense, x)
+
+    layer, variables = make()
+    params, constants = variables["params"], variables[MASK_COLLECTION]
+    bare = {"mask": constants["mask"]}
+    assert layer.apply({"params": params, MASK_COLLECTION: bare}, x).shape == (3, 24)
+    broken = [
+        (params, {"mask": constants["mask"][:1]}, r"mask has shape \(1, 24\), expected \(2, 24\).*40x24.*pattern 2:4"),
+        (
+            {**params, "values": params["values"][:, :3]},
+            bare,
+            r"values has shape \(2, 3, 16, 1, 1\), expected \(2, 24,",
+        ),
+        (params, {**bare, "format": {"v9_2:4_1x1_40x24": 0}}, "format version 9, expected 1; upgrade"),
+        (params, {**bare, "format": {"2:4": 0}}, "expected one name such as"),
+    ]
+    for params, constants, message in broken:
+        with pytest.raises(ValueError, match=message):
+            layer.apply({"params": params, MASK_COLLECTION: constants}, x)
+    with pytest.raises(TypeError, match="mask has dtype float32, expected uint32"):
+        half = jax.tree.map(lambda a: a.astype(jnp.float32), variables)
+        layer.apply(half, x)
+    with pytest.raises(ValueError, match="x has no axes"):
+        layer.apply(variables, 1.0)
+    with pytest.raises(ValueError, match="have pattern 2:4, expected 4:8"):
+        layer.clone(pattern="4:8").bind(variables).weight()
+    with pytest.raises(ValueError, match=r"to_weight: the variables hold \['params/bias', 'params/kernel'\]"):
+        NMSparseDense.to_weight(nn.Dense(24).init(jax.random.key(0), x))
+    with pytest.raises(TypeError, match="pattern is a float"):
+        NMSparseDense(24, pattern=0.5).init(jax.random.key(0), x)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="pattern"):
+        NMSparseDense(24)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(ValueError, match=r"bias has shape \(3,\), expected \(24,\)"):
+        NMSparseDense.from_weight(NMSparseDense.to_weight(variables), jnp.ones(3))
+
+
+def test_groups_run_along_the_contraction_axis(rng):
+    """jaxpruner NByM: square kernels tell the axes apart."""
+    for in_features, features in itertools.product((32, 64), repeat=2):
+        variables = NMSparseDense.from_dense({"kernel": oracle.normal(rng, (in_features, features))}, "2:4")
+        kept = np.asarray(NMSparseDense.to_dense(variables)["kernel"]) != 0
+        assert (kept.reshape(-1, 4, features).sum(1) == 2).all()
