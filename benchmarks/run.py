@@ -12,6 +12,7 @@ import datetime
 import functools
 import importlib.metadata
 import json
+import os
 import pathlib
 import platform
 import re
@@ -44,29 +45,46 @@ def _weight(key: jax.Array, shape: tuple[int, int], pattern: nms.NMPattern, dtyp
     return nms.quantize(w, dtype) if dtype in _QUANTISED else w.astype(dtype)
 
 
-def _activation_dtype(case: Case):
-    return jnp.bfloat16 if case.dtype in _QUANTISED else jnp.dtype(case.dtype)
+def activation_dtype(case: Case):
+    """dtype of x and of the dense weight."""
+    return jnp.dtype(jnp.bfloat16 if case.dtype in _QUANTISED else case.dtype)
 
 
-def _functions(case: Case, pattern: nms.NMPattern):
+def sparse_weights(case: Case) -> list[nms.NMSparse]:
+    """Random weights to rotate over."""
+    n, m = map(int, case.pattern.split(":"))
+    pattern = nms.NMPattern(n, m, case.block)
+    keys = jax.random.split(_key(case), 64)
+    first = _weight(keys[0], case.shape, pattern, case.dtype)
+    return [first] + [_weight(k, case.shape, pattern, case.dtype) for k in keys[1 : timing.copies(first.nbytes)]]
+
+
+def dense_weights(case: Case, dtype) -> list[jax.Array]:
+    """Random dense weights to rotate over."""
+    keys = jax.random.split(_key(case), 64)
+    count = timing.copies(case.shape[0] * case.shape[1] * jnp.dtype(dtype).itemsize)
+    return [jax.random.normal(k, case.shape, dtype) / np.sqrt(case.shape[0]).astype(dtype) for k in keys[:count]]
+
+
+def functions(case: Case, implementation: str | None = None):
     """(inputs, sparse call, dense call) of a case; a dense weight is an array."""
     k, n = case.shape
-    dtype, precision = _activation_dtype(case), case.precision
+    dtype, precision = activation_dtype(case), case.precision
     kx, kg = jax.random.split(_key(case))
     x = jax.random.normal(kx, (case.tokens, k), jnp.float32).astype(dtype)
     g = jax.random.normal(kg, (case.tokens, n), jnp.float32).astype(dtype)
+    options = {"precision": precision, "implementation": implementation}
     if case.op == "spmm":
-        dense = functools.partial(jnp.dot, precision=precision)
-        return x, lambda x, w: nms.spmm(x, w, precision=precision), lambda x, w: dense(x, w.astype(x.dtype))
+        return x, lambda x, w: nms.spmm(x, w, **options), lambda x, w: jnp.dot(x, w, precision=precision)
     if case.op == "spmm_t":
         return (
             g,
-            lambda g, w: nms.spmm(g, w, transpose=True, precision=precision),
+            lambda g, w: nms.spmm(g, w, transpose=True, **options),
             lambda g, w: jnp.dot(g, w.T, precision=precision),
         )
     return (
         (x, g),
-        lambda xg, w: nms.sddmm(*xg, w, precision=precision),
+        lambda xg, w: nms.sddmm(*xg, w, **options),
         lambda xg, w: jnp.dot(xg[0].T, xg[1], precision=precision),
     )
 
@@ -92,25 +110,15 @@ def _relative_error(case: Case, inputs, call, w: nms.NMSparse) -> float:
 
 def run_case(case: Case, peers: bool) -> dict:
     """One row."""
-    pattern = nms.NMPattern.parse(case.pattern)
-    pattern = nms.NMPattern(pattern.n, pattern.m, case.block)
-    inputs, sparse, dense = _functions(case, pattern)
-    keys = jax.random.split(_key(case), 64)
-    first = _weight(keys[0], case.shape, pattern, case.dtype)
-    count = timing.copies(first.nbytes)
-    weights = [first] + [_weight(keys[i], case.shape, pattern, case.dtype) for i in range(1, count)]
+    inputs, sparse, dense = functions(case)
+    weights = sparse_weights(case)
+    first = weights[0]
     error = _relative_error(case, inputs, sparse, first)
     time = timing.measure(sparse, inputs, weights)
     del weights
     x = inputs[0] if case.op == "sddmm" else inputs
     explanation = nms.explain(x, first, op=case.op, precision=case.precision)
-    dense_dtype = _activation_dtype(case)
-    dense_count = timing.copies(case.shape[0] * case.shape[1] * jnp.dtype(dense_dtype).itemsize)
-    dense_weights = [
-        jax.random.normal(keys[i], case.shape, dense_dtype) / np.sqrt(case.shape[0]) for i in range(dense_count)
-    ]
-    dense_time = timing.measure(dense, inputs, dense_weights)
-    del dense_weights
+    dense_time = timing.measure(dense, inputs, dense_weights(case, activation_dtype(case)))
     row = {
         "op": case.op,
         "pattern": case.pattern,
@@ -151,18 +159,23 @@ def _output(command: list[str]) -> str:
         return ""
 
 
-def metadata(suite_name: str, revision: str) -> dict:
+def revision() -> str:
+    """The short git hash of the sources."""
+    return _output(["git", "rev-parse", "--short", "HEAD"]) or "unknown"
+
+
+def metadata(suite_name: str, sources: str) -> dict:
     """What the numbers depend on."""
     query = "driver_version,clocks.sm,clocks.max.sm,clocks.mem"
     smi = _output(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]).splitlines()
     return {
         "suite": suite_name,
-        "revision": revision,
+        "revision": sources,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": jax.devices()[0].device_kind,
         "driver_and_clocks": dict(zip(query.split(","), smi[0].split(", "), strict=True)) if smi else {},
         "cuda": _output(["nvcc", "--version"]).split("release ")[-1].split(",")[0] if smi else "",
-        "cpu_count": len(__import__("os").sched_getaffinity(0)),
+        "cpu_count": len(os.sched_getaffinity(0)),
         "versions": {p: importlib.metadata.version(p) for p in ("jax", "jaxlib", "numpy", "flax")},
         "seed": "crc32 of the case",
         "timing": "inside one jit, rotating weights of more than 240 MB, median of 9, difference of two lengths",
@@ -175,7 +188,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=pathlib.Path, help="JSON file (default: results/<device>/<date>-<sha>-<suite>.json)")
     parser.add_argument("--match", default="", help="only cases whose description matches this regular expression")
     parser.add_argument("--peers", action="store_true", help="also jax BCOO, and cuSPARSELt where PyTorch is installed")
-    parser.add_argument("--revision", default=_output(["git", "rev-parse", "--short", "HEAD"]) or "unknown")
+    parser.add_argument("--revision", default=revision())
     options = parser.parse_args(arguments)
     cases = [c for c in suite(options.suite) if re.search(options.match, str(c))]
     result = {"meta": metadata(options.suite, options.revision), "rows": []}

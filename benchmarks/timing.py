@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 CACHE_BYTES = 240_000_000
 
@@ -33,13 +34,16 @@ def copies(bytes_each: int, limit: int = 64) -> int:
 
 
 def _program(call: Callable, calls: int) -> Callable:
-    def program(x, weights):
-        result = None
+    def program(inputs, weights):
+        results = []
         for i in range(calls):
-            result = call(x, weights[i % len(weights)])
-            # The next call depends on this result, without computing anything with it.
-            x, result = jax.lax.optimization_barrier((x, result))
-        return result
+            result = call(inputs[i], weights[i % len(weights)])
+            results.append(result)
+            if i + 1 < calls:
+                # The next call waits for this one; every call has inputs of its own and every result is returned, so
+                # none can be merged with another or dropped.
+                inputs = [*inputs[: i + 1], jax.lax.optimization_barrier((inputs[i + 1], result))[0], *inputs[i + 2 :]]
+        return results
 
     return jax.jit(program)
 
@@ -47,20 +51,25 @@ def _program(call: Callable, calls: int) -> Callable:
 def measure(call: Callable, x: Any, weights: Sequence[Any], *, repeats: int = 9, target_us: float = 1500.0) -> Timing:
     """Times ``call(x, weight)``; every weight is used in turn."""
     short = 4
-    first = _program(call, short)
-    jax.block_until_ready(first(x, weights))
-    estimate = max(1.0, _once(first, x, weights) / short)
+    rolled = jax.jit(lambda x, i: jax.tree.map(lambda a: jnp.roll(a, i), x))
+
+    def inputs(calls: int) -> list[Any]:
+        return [rolled(x, i) for i in range(calls)]
+
+    first, few = _program(call, short), inputs(short)
+    jax.block_until_ready(first(few, weights))
+    estimate = max(1.0, _once(first, few, weights) / short)
     extra = int(min(max(8, target_us / estimate), 120))
-    second = _program(call, short + extra)
+    second, many = _program(call, short + extra), inputs(short + extra)
     for _ in range(3):
-        jax.block_until_ready((first(x, weights), second(x, weights)))
-    times = [(_once(second, x, weights) - _once(first, x, weights)) / extra for _ in range(repeats)]
+        jax.block_until_ready((first(few, weights), second(many, weights)))
+    times = [(_once(second, many, weights) - _once(first, few, weights)) / extra for _ in range(repeats)]
     median = statistics.median(times)
     quartiles = statistics.quantiles(times, n=4)
     return Timing(median, (quartiles[2] - quartiles[0]) / max(median, 1e-9))
 
 
-def _once(program: Callable, x: Any, weights: Sequence[Any]) -> float:
+def _once(program: Callable, inputs: Any, weights: Sequence[Any]) -> float:
     start = time.perf_counter()
-    jax.block_until_ready(program(x, weights))
+    jax.block_until_ready(program(inputs, weights))
     return 1e6 * (time.perf_counter() - start)

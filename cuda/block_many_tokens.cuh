@@ -45,8 +45,8 @@ struct Config {
   static constexpr int kTokenChunks = kTokens / kChunk;
   static constexpr Gather kGather = kGather_;
   static constexpr int kCluster = kCluster_;
-  static constexpr int kProducerRegisters = 56;
-  static constexpr int kConsumerRegisters = 224;
+  static constexpr int kProducerRegisters = 72;
+  static constexpr int kConsumerRegisters = 216;
   static constexpr int kMaxStages = 16;
   static constexpr int kListUnits = 512;   // of each of the two lists
   static constexpr int kStoreBuffers = 2;  // per consumer, 64 columns x 64 tokens each
@@ -54,8 +54,8 @@ struct Config {
 
   static_assert(kOutChunks == 1 || kOutChunks == 2, "the two consumers split the columns of a tile or its tokens");
   static_assert(kMmaTokens % kChunk == 0 && kMmaTokens <= 256, "a product spans whole lines and at most 256 tokens");
-  static_assert(kConsumers * kConsumerRegisters + kProducers * kProducerRegisters <= 65536 / kWarpgroupSize,
-                "the warpgroups share one register file");
+  static_assert(kConsumers * kConsumerRegisters + kProducers * kProducerRegisters <= 3 * 168,
+                "the warpgroups share what the block was launched with, 168 registers a thread");
   static_assert((kCluster & (kCluster - 1)) == 0, "a block finds who multicasts a slot by a mask");
 
   __host__ __device__ static constexpr int StageBytes(int rows) { return rows * kLineBytes * (kOutChunks + kTokenChunks); }
@@ -159,7 +159,7 @@ class Producer {
     NextChunk();
     uint16_t* list = lists_;
     uint16_t* other = lists_ + C::kListUnits;
-    for (int index = index_; index < a_.tiles; index += gridDim.x / C::kCluster) {
+    for (int index = blockIdx.x / C::kCluster; index < a_.tiles; index += gridDim.x / C::kCluster) {
       const Tile tile = TileAt<C>(a_, index, rank_);
       int steps = a_.steps;
       for (int window = 0; steps > 0; window += a_.windows_per_chunk) {

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
-import functools
-import json
-import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax.numpy as jnp
 from jax import lax
 
-from jax_nmsparse import native
+from jax_nmsparse import native, tuning
 from jax_nmsparse.layout import Layout
 
 IMPLEMENTATIONS = ("cuda", "cpu", "xla", "dense")
@@ -125,27 +124,29 @@ KERNELS: tuple[Kernel, ...] = (
 """Every native kernel, the most specialised first: the first that does not reject a call is the candidate."""
 
 
-@functools.cache
-def _rules() -> tuple[dict, ...]:
-    """Measured preferences, as data: see docs/dispatch.md for the columns and how the file is made."""
-    text = pathlib.Path(__file__).with_name("dispatch_table.json").read_text(encoding="utf-8")
-    return tuple(json.loads(text)["rules"])
+_ONLY: contextvars.ContextVar[str | None] = contextvars.ContextVar("only_kernel", default=None)
 
 
-def _matches(rule: dict, call: Call, implementation: str) -> bool:
-    return (
-        rule["implementation"] == implementation
-        and call.op in rule["ops"]
-        and rule["kind"] == call.kind
-        and call.dtypes[1] in rule["values_dtypes"]
-        and rule["min_density"] <= call.layout.pattern.density <= rule["max_density"]
-        and rule["min_tokens"] <= call.tokens <= rule["max_tokens"]
-    )
+@contextlib.contextmanager
+def only_kernel(name: str) -> Iterator[None]:
+    """Inside, native calls run this kernel or raise: for tests and tuning, which compare kernels.
+
+    The choice is made when a call is compiled, so functions that were jitted before keep theirs.
+    """
+    if name not in {k.name for k in KERNELS}:
+        raise ValueError(f"only_kernel: {name!r} is not one of {', '.join(sorted({k.name for k in KERNELS}))}")
+    token = _ONLY.set(name)
+    try:
+        yield
+    finally:
+        _ONLY.reset(token)
 
 
-def candidates(call: Call, implementation: str) -> list[Kernel]:
-    """The kernels of an implementation that can run the call."""
-    return [k for k in KERNELS if k.implementation == implementation and call.op in k.ops and not k.rejects(call)]
+def _kernels(call: Call, implementation: str) -> list[Kernel]:
+    """The kernels of an implementation for the operation, whether or not they take the call."""
+    only = _ONLY.get()
+    kernels = [k for k in KERNELS if k.implementation == implementation and call.op in k.ops]
+    return [k for k in kernels if only in (None, k.name)]
 
 
 def rejection(call: Call, implementation: str) -> str | None:
@@ -155,7 +156,9 @@ def rejection(call: Call, implementation: str) -> str | None:
     module = native.MODULES[implementation]
     if not module.loaded:
         return f"the native module _{implementation} {module.problem}"
-    kernels = [k for k in KERNELS if k.implementation == implementation and call.op in k.ops]
+    kernels = _kernels(call, implementation)
+    if not kernels:
+        return f"it has no kernel {_ONLY.get()!r} for {call.op}"
     reasons = [k.rejects(call) for k in kernels]
     return None if None in reasons else "; ".join(f"{k.name}: {r}" for k, r in zip(kernels, reasons, strict=True))
 
@@ -188,18 +191,49 @@ def choose(call: Call, platform: str, implementation: str | None) -> Choice:
     reason = rejection(call, platform)
     if reason is not None:
         return Choice("xla", None, reason)
-    for rule in _rules():
-        if rule["use"] in ("dense", "xla") and _matches(rule, call, platform):
-            return Choice(rule["use"], None, rule["because"])
-    kernel = _preferred(call, platform)
-    return Choice(platform, kernel, f"{kernel.summary}")
+    kernels = {k.name: k for k in _kernels(call, platform) if not k.rejects(call)}
+    fastest, because = _fastest(call, platform, (*kernels, *_plain(call)))
+    if fastest is None:
+        kernel = next(iter(kernels.values()))
+        return Choice(platform, kernel, kernel.summary)
+    if fastest in kernels:
+        return Choice(platform, kernels[fastest], f"{kernels[fastest].summary}; {because}")
+    return Choice(fastest, None, because)
+
+
+def _plain(call: Call) -> tuple[str, ...]:
+    """Implementations without a kernel that may be chosen: never a dense gradient, and none beside `only_kernel`."""
+    if _ONLY.get() is not None:
+        return ()
+    return ("dense", "xla") if call.op == "spmm" else ("xla",)
+
+
+def _fastest(call: Call, implementation: str, names: tuple[str, ...]) -> tuple[str | None, str]:
+    """What was fastest of these at the nearest point that was measured, and why."""
+    layout = call.layout
+    exact = call.dtypes[1] == "float32" and call.precision in (lax.Precision.HIGH, lax.Precision.HIGHEST)
+    points = tuning.nearest(
+        implementation,
+        call.op,
+        layout.pattern,
+        call.dtypes[1],
+        exact,
+        call.tokens,
+        layout.in_features,
+        layout.out_features,
+    )
+    for point in points:
+        times = {name: point.times_us[name] for name in names if name in point.times_us}
+        if times:
+            name = min(times, key=times.__getitem__)
+            listed = ", ".join(f"{n} {t:.1f} us" for n, t in sorted(times.items(), key=lambda item: item[1]))
+            where = f"{point.tokens} tokens x {point.in_features}x{point.out_features} at {point.pattern}"
+            return name, f"measured nearest, {where}: {listed}"
+    return None, ""
 
 
 def _preferred(call: Call, implementation: str) -> Kernel:
-    kernels = candidates(call, implementation)
-    for rule in _rules():
-        if _matches(rule, call, implementation):
-            for kernel in kernels:
-                if kernel.name == rule["use"]:
-                    return kernel
-    return kernels[0]
+    """The kernel that was fastest at the nearest measured point, otherwise the first that takes the call."""
+    kernels = {k.name: k for k in _kernels(call, implementation) if not k.rejects(call)}
+    fastest, _ = _fastest(call, implementation, tuple(kernels))
+    return kernels[fastest] if fastest else next(iter(kernels.values()))

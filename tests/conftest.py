@@ -2,9 +2,11 @@
 
 import os
 
-# Before JAX starts: eight CPU devices for the sharding tests.
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+# Before JAX starts: eight CPU devices for the sharding tests, and machine code that is compiled fast rather than runs fast,
+# since the tests compile thousands of small programs. Flags that are set already stay.
+for _flag in ("--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"):
+    if _flag.split("=")[0] not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}".strip()
 
 import hypothesis
 import jax

@@ -87,7 +87,7 @@ def _geometry(pattern: nms.NMPattern, features: tuple[int, int]) -> tuple[int, i
     return units, math.ceil(math.ceil(features[0] / bk) / units), math.ceil(features[1] / bn)
 
 
-def _cut(dense: np.ndarray, pattern: nms.NMPattern) -> np.ndarray:
+def cut(dense: np.ndarray, pattern: nms.NMPattern) -> np.ndarray:
     """[..., in, out] -> [..., windows, out_blocks, units, bk, bn]."""
     units, windows, blocks = _geometry(pattern, dense.shape[-2:])
     bk, bn = pattern.block
@@ -99,7 +99,7 @@ def _cut(dense: np.ndarray, pattern: nms.NMPattern) -> np.ndarray:
 def draw(rng: np.random.Generator, shape, pattern: nms.NMPattern | str, dtype=np.float32, fill=integers) -> nms.NMSparse:
     """A weight with random kept units, packed by NumPy alone."""
     pattern = nms.NMPattern.parse(pattern) if isinstance(pattern, str) else pattern
-    units = _cut(fill(rng, shape, dtype), pattern)
+    units = cut(fill(rng, shape, dtype), pattern)
     groups = rng.random((*units.shape[:-3], units.shape[-3] // pattern.m, pattern.m))
     keep = (np.argsort(np.argsort(groups)) < pattern.n).reshape(units.shape[:-2])
     values = units[keep].reshape(*units.shape[:-3], -1, *pattern.block)
@@ -162,4 +162,4 @@ def sddmm(x, g, w: nms.NMSparse) -> np.ndarray:
     lead = w.shape[:-2]
     x, g = (np.asarray(a).astype(np.float64).reshape(*lead, -1, a.shape[-1]) for a in (x, g))
     product = np.swapaxes(x, -1, -2) @ g
-    return _cut(product, w.pattern)[kept(w)].reshape(w.values.shape)
+    return cut(product, w.pattern)[kept(w)].reshape(w.values.shape)

@@ -59,6 +59,31 @@ inline void Positions(const uint32_t* words, const Geometry& geometry, uint8_t* 
 #endif
 }
 
+// Element-wise weights with one mask word per window: the word with exactly q bits, all inside the window. Of a corrupt
+// word the extra highest bits are dropped, or the highest units that it lacks are added.
+inline __attribute__((noinline)) uint32_t RepairBits(uint32_t bits, int units, int q) {
+  int extra = __builtin_popcount(bits) - q;
+  for (int u = units - 1; u >= 0 && extra != 0; --u) {
+    const uint32_t bit = 1u << u;
+    if (extra > 0 && (bits & bit)) bits ^= bit, --extra;
+    if (extra < 0 && !(bits & bit)) bits ^= bit, ++extra;
+  }
+  return bits;
+}
+
+NMS_INLINE uint32_t KeptBits(uint32_t word, uint32_t window_mask, int units, int q) {
+  word &= window_mask;
+  return __builtin_expect(__builtin_popcount(word) == q, 1) ? word : RepairBits(word, units, q);
+}
+
+inline bool IsElementwise(const Geometry& geometry) {
+  return geometry.bk == 1 && geometry.bn == 1 && geometry.mask_words == 1;
+}
+
+inline uint32_t WindowMask(const Geometry& geometry) {
+  return geometry.window_units >= 32 ? ~0u : (1u << geometry.window_units) - 1;
+}
+
 // A few consecutive windows of a weight of element type V, read as Acc.
 template <typename Acc, typename V>
 class Packer {

@@ -40,11 +40,54 @@ NMS_INLINE void Accumulate(const Acc* x, const uint32_t* const* offsets, const A
   }
 }
 
+// The same for an element-wise weight, its positions taken from the mask's bits as they are used: with one vector of
+// tokens, lists would cost as much as the multiply-adds. mask[w * out_features + c], values[c][w * value_step + j].
+template <typename Acc, int vectors, int group>
+NMS_INLINE void AccumulateBits(const Geometry& geometry, const Acc* x, const uint32_t* mask, const Acc* const* values,
+                               int64_t value_step, int64_t windows, Acc* y) {
+  constexpr int lanes = kLanes<Acc>, width = vectors * lanes;
+  const int q = geometry.q, units = geometry.window_units;
+  const uint32_t window_mask = WindowMask(geometry);
+  Vec<Acc> sum[group][vectors];
+#pragma GCC unroll 8
+  for (int c = 0; c < group; ++c) {
+#pragma GCC unroll 8
+    for (int v = 0; v < vectors; ++v) sum[c][v] = Load(y + (c * vectors + v) * lanes);
+  }
+  for (int64_t w = 0; w < windows; ++w) {
+    uint32_t bits[group];
+    const Acc* value[group];
+#pragma GCC unroll 8
+    for (int c = 0; c < group; ++c) {
+      bits[c] = KeptBits(mask[w * geometry.out_blocks + c], window_mask, units, q);
+      value[c] = values[c] + w * value_step;
+    }
+    for (int j = 0; j < q; ++j) {
+#pragma GCC unroll 8
+      for (int c = 0; c < group; ++c) {
+        const Acc* row = x + static_cast<uint32_t>(__builtin_ctz(bits[c])) * width;
+        bits[c] &= bits[c] - 1;
+        const Vec<Acc> splat = Splat(value[c][j]);
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; ++v) sum[c][v] += splat * Load(row + v * lanes);
+      }
+    }
+    x += units * width;
+  }
+#pragma GCC unroll 8
+  for (int c = 0; c < group; ++c) {
+#pragma GCC unroll 8
+    for (int v = 0; v < vectors; ++v) Store(y + (c * vectors + v) * lanes, sum[c][v]);
+  }
+}
+
 template <typename Acc, typename V, int vectors>
 class TokenLanes {
  public:
   static constexpr int kWidth = vectors * kLanes<Acc>;
   static constexpr int kGroup = vectors >= 4 ? 2 : 4;
+  // Columns whose lists exist at a time.
+  static constexpr int kRun = 8;
   // yT of a chunk takes at most half of a second-level cache of 256 KiB.
   static constexpr int64_t kMaxColumns = (128 << 10) / (kWidth * sizeof(Acc));
 
@@ -55,7 +98,7 @@ class TokenLanes {
     // A multiple of the lanes, for the transpose at the end; about eight chunks even when the weight is narrow.
     columns_ = RoundUp(Min(Max<int64_t>(CeilDiv(geometry.out_features, 8), 32), kMaxColumns), kLanes<Acc>);
     y_bytes_ = columns_ * kWidth * sizeof(Acc);
-    scratch_bytes_ = RoundUp(y_bytes_ + kGroup * list_ * (sizeof(Acc) + sizeof(uint32_t)), 64);
+    scratch_bytes_ = RoundUp(y_bytes_ + kRun * list_ * (sizeof(Acc) + sizeof(uint32_t)), 64);
   }
 
   Status Run() {
@@ -85,13 +128,17 @@ class TokenLanes {
     const Geometry& geometry = problem_.geometry;
     Acc* y = reinterpret_cast<Acc*>(scratch);
     Acc* value_lists = reinterpret_cast<Acc*>(scratch + y_bytes_);
-    uint32_t* offset_lists = reinterpret_cast<uint32_t*>(value_lists + kGroup * list_);
+    uint32_t* offset_lists = reinterpret_cast<uint32_t*>(value_lists + kRun * list_);
     Packer<Acc, V> packer(geometry, static_cast<const V*>(problem_.values.data) + batch * geometry.values_count(),
                           problem_.mask + batch * geometry.mask_count(), kWidth);
     std::memset(y, 0, static_cast<size_t>(y_bytes_));
     for (int64_t w = 0; w < geometry.windows; w += step_) {
       packer.SetWindows(w, Min(step_, geometry.windows - w));
       const Acc* rows = x + w * geometry.rows_per_window() * kWidth;
+      if (IsElementwise(geometry)) {
+        ElementColumns(batch, w, rows, first, last, y, value_lists);
+        continue;
+      }
       int64_t block = -1;
       for (int64_t c = first; c < last;) {
         const int count = last - c >= kGroup ? kGroup : 1;
@@ -112,6 +159,46 @@ class TokenLanes {
           Accumulate<Acc, vectors, kGroup>(rows, offsets, values, packer.length(), y_columns);
         } else {
           Accumulate<Acc, vectors, 1>(rows, offsets, values, packer.length(), y_columns);
+        }
+        c += count;
+      }
+    }
+  }
+
+  void ElementColumns(int64_t batch, int64_t window, const Acc* rows, int64_t first, int64_t last, Acc* y,
+                      Acc* lists) const {
+    const Geometry& geometry = problem_.geometry;
+    const int64_t windows = Min(step_, geometry.windows - window);
+    const uint32_t* mask = problem_.mask + batch * geometry.mask_count() + window * geometry.out_features;
+    const V* values = static_cast<const V*>(problem_.values.data) + batch * geometry.values_count() +
+                      window * geometry.out_features * geometry.q;
+    for (int64_t run = first; run < last; run += kRun) {
+      const int64_t end = Min(run + kRun, last);
+      const Acc* run_values;
+      int64_t value_step;
+      if constexpr (std::is_same_v<Acc, V>) {
+        run_values = values + run * geometry.q;
+        value_step = geometry.out_features * geometry.q;
+      } else {
+        // Converted for a run of columns at once: in one window their values are contiguous.
+        const int64_t count = (end - run) * geometry.q;
+        for (int64_t w = 0; w < windows; ++w) {
+          const V* in = values + (w * geometry.out_features + run) * geometry.q;
+          Acc* out = lists + w * count;
+          for (int64_t i = 0; i < count; i += kLanes<Acc>) Store(out + i, LoadFirst<Acc>(in + i, count - i));
+        }
+        run_values = lists;
+        value_step = count;
+      }
+      for (int64_t c = run; c < end;) {
+        const int count = end - c >= kGroup ? kGroup : 1;
+        const Acc* column_values[kGroup];
+        for (int i = 0; i < count; ++i) column_values[i] = run_values + (c - run + i) * geometry.q;
+        Acc* y_columns = y + (c - first) * kWidth;
+        if (count == kGroup) {
+          AccumulateBits<Acc, vectors, kGroup>(geometry, rows, mask + c, column_values, value_step, windows, y_columns);
+        } else {
+          AccumulateBits<Acc, vectors, 1>(geometry, rows, mask + c, column_values, value_step, windows, y_columns);
         }
         c += count;
       }

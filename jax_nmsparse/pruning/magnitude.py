@@ -61,7 +61,7 @@ def _scored_mask(dense: jax.Array, scores: jax.Array | None, layout: Layout) -> 
     element = jnp.abs(dense.astype(precise)) if scores is None else scores.astype(precise)
     # Padding must lose against any score inside, also against negative ones.
     units = layout_lib.to_units(element, layout)
-    unit = jnp.sum(units, axis=(-2, -1))
+    unit = units[..., 0, 0] if layout.pattern.is_elementwise else jnp.sum(units, axis=(-2, -1))
     first_row = jnp.arange(layout.windows * layout.window_units) * layout.bk
     outside = (first_row >= layout.in_features).reshape(layout.windows, 1, layout.window_units)
     return layout_lib.select(jnp.where(outside, -jnp.inf, unit), layout)

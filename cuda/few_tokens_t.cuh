@@ -1,0 +1,285 @@
+// dx = g Wᵀ for few tokens on CUDA cores, in float32: every pattern, values read once.
+//
+//   dx[t, k] = sum over columns c whose column block keeps row k: g[t, c] * W[k, c]
+//
+// A lane owns kColumns neighbouring columns of one column block and walks down their kept rows in one window (a load is
+// kRows rows of them, contiguous in memory). A kept row yields one number per token, its sum over the lane's columns,
+// which is added to the lane's own copy of the window, float [row][lane][kTokens] in shared memory: lanes never share a
+// word or a bank whatever rows they hold, so there is nothing to order and no atomics. After the last column the copies
+// of all lanes, warps and blocks of the cluster are added in a fixed order.
+//
+// A block of threads owns one window (its rows of dx) and a share of the column tiles (32 * kColumns columns), which its
+// warps take in turn; a cluster of `splits` blocks shares a window. kBatch loads per lane are in flight, across tiles.
+// Grid: (windows * splits, token tiles, batch), clusters of `splits` along x.
+//
+// Windows of more rows than fit (large bk, long windows) are cut into segments of whole units, or of rows of one unit; the
+// grid then counts segments, and lanes find their first kept row of a segment from the mask (kWhole is false: slower).
+//
+// Shared memory, bytes: copies 4 * kWarps * rows * 32 * kTokens, then sums 4 * rows * kTokens.
+// Synchronisation: barriers around the final sums only.
+#ifndef JAX_NMSPARSE_CUDA_FEW_TOKENS_T_CUH_
+#define JAX_NMSPARSE_CUDA_FEW_TOKENS_T_CUH_
+
+#include "cuda/block_simt.cuh"
+
+namespace nmsparse::cuda::block {
+
+struct TransposedPlan {
+  int32_t splits;
+  int32_t units;     // of a segment
+  int32_t rows;      // of a unit in a segment; rows of a segment = units * rows
+  int32_t segments;  // of a window
+};
+
+__device__ __forceinline__ float LoadFloatFromBlock(uint32_t address, int block) {
+  float v;
+#if __CUDA_ARCH__ >= 900
+  uint32_t remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(block));
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(remote) : "memory");
+#else
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
+#endif
+  return v;
+}
+
+// acc[t] += the lane's copy, for kTokens neighbouring floats.
+template <int kTokens>
+__device__ __forceinline__ void LoadTokens(float (&v)[kTokens], const float* from) {
+  if constexpr (kTokens == 4) {
+    *reinterpret_cast<float4*>(v) = *reinterpret_cast<const float4*>(from);
+  } else if constexpr (kTokens == 2) {
+    *reinterpret_cast<float2*>(v) = *reinterpret_cast<const float2*>(from);
+  } else {
+    v[0] = *from;
+  }
+}
+template <int kTokens>
+__device__ __forceinline__ void StoreTokens(float* to, const float (&v)[kTokens]) {
+  if constexpr (kTokens == 4) {
+    *reinterpret_cast<float4*>(to) = *reinterpret_cast<const float4*>(v);
+  } else if constexpr (kTokens == 2) {
+    *reinterpret_cast<float2*>(to) = *reinterpret_cast<const float2*>(v);
+  } else {
+    *to = v[0];
+  }
+}
+
+// The columns of one lane in its current tile.
+template <class C>
+struct ColumnTile {
+  float g[C::kTokens][C::kColumns];
+  const typename C::Value* values;  // the window's first kept row
+  const uint32_t* words;            // the window's mask
+  bool active;
+};
+
+template <class C, class G>
+__device__ __forceinline__ void LoadG(float (&g)[C::kTokens][C::kColumns], const G* source, int64_t pitch, int tokens,
+                                      int columns) {
+#pragma unroll
+  for (int t = 0; t < C::kTokens; ++t) {
+#pragma unroll
+    for (int c = 0; c < C::kColumns; ++c) {
+      g[t][c] = t < tokens && c < columns ? ToFloat(source[t * pitch + c]) : 0.0f;
+    }
+  }
+}
+
+template <class C, bool kWhole, bool kWords>  // kWords: units of several rows, or several mask words
+__global__ void __launch_bounds__(C::kThreads, 2) TransposedKernel(Problem problem, TransposedPlan plan) {
+  using Value = typename C::Value;
+  extern __shared__ __align__(128) unsigned char shared[];
+  float* const copies = reinterpret_cast<float*>(shared);
+  const Geometry& geometry = problem.geometry;
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const int kept = geometry.q * geometry.bk, rows = plan.units * plan.rows;
+  const int split = blockIdx.x % plan.splits, item = blockIdx.x / plan.splits;
+  const int window = kWhole ? item : item / plan.segments, segment = kWhole ? 0 : item - window * plan.segments;
+  const int64_t token0 = static_cast<int64_t>(blockIdx.y) * C::kTokens, batch = blockIdx.z;
+  const int tokens = static_cast<int>(min(int64_t{C::kTokens}, geometry.tokens - token0));
+  const int tiles = static_cast<int>(CeilDiv(geometry.out_blocks * geometry.bn, C::kTileColumns));
+  const int tile_begin = static_cast<int>(int64_t{tiles} * split / plan.splits);
+  const int tile_end = static_cast<int>(int64_t{tiles} * (split + 1) / plan.splits);
+
+  for (int e = threadIdx.x; e < C::kWarps * rows * kWarpSize * C::kTokens / 4; e += C::kThreads) {
+    reinterpret_cast<float4*>(copies)[e] = make_float4(0, 0, 0, 0);
+  }
+  __syncthreads();
+
+  const Value* const values = static_cast<const Value*>(problem.values.data) + batch * ValuesPerBatch(geometry) +
+                              int64_t{window} * geometry.out_blocks * kept * geometry.bn;
+  const uint32_t* const mask =
+      problem.mask + batch * MaskPerBatch(geometry) + int64_t{window} * geometry.out_blocks * geometry.mask_words;
+  const int64_t g_first = (batch * geometry.tokens + token0) * geometry.out_features;
+  float* const copy = copies + (warp * rows * kWarpSize + lane) * C::kTokens;
+  constexpr int kPitch = kWarpSize * C::kTokens;
+  const int columns_stored = static_cast<int>(geometry.out_blocks) * geometry.bn;
+
+  auto values_of = [&](int tile) {
+    const int column = tile * C::kTileColumns + lane * C::kColumns;
+    const int block = column / geometry.bn;
+    return values + int64_t{block} * kept * geometry.bn + (column - block * geometry.bn);
+  };
+  auto active = [&](int tile) { return tile < tile_end && tile * C::kTileColumns + lane * C::kColumns < columns_stored; };
+  auto words_of = [&](int tile) {
+    return mask + static_cast<int64_t>((tile * C::kTileColumns + lane * C::kColumns) / geometry.bn) * geometry.mask_words;
+  };
+  float g[C::kTokens][C::kColumns];
+  auto load_g = [&](int tile) {
+    const int column = tile * C::kTileColumns + lane * C::kColumns;
+    const int columns = static_cast<int>(min(int64_t{C::kColumns}, geometry.out_features - column));
+    WithInputType(problem.g.dtype, [&](auto zero) {
+      LoadG<C>(g, static_cast<const decltype(zero)*>(problem.g.data) + g_first + column, geometry.out_features, tokens,
+               columns);
+    });
+  };
+  // One load of values, kRows rows whose places in the lane's copy are `at`.
+  auto accumulate = [&](const SimtLoad<C>& now, float* const (&at)[C::kRows]) {
+    float sum[C::kRows][C::kTokens];
+#pragma unroll
+    for (int r = 0; r < C::kRows; ++r) LoadTokens(sum[r], at[r]);
+#pragma unroll
+    for (int r = 0; r < C::kRows; ++r) {
+#pragma unroll
+      for (int c = 0; c < C::kColumns; ++c) {
+        const float value = ToFloat(now.v[r][c]);
+#pragma unroll
+        for (int t = 0; t < C::kTokens; ++t) sum[r][t] = fmaf(value, g[t][c], sum[r][t]);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < C::kRows; ++r) StoreTokens(at[r], sum[r]);
+  };
+
+  if constexpr (kWhole) {
+    // Tiles of a warp: tile_begin + warp, every kWarps-th; only the last may have idle lanes.
+    int read_tile = tile_begin + warp, read_left = kept / C::kRows;
+    const Value* source = active(read_tile) ? values_of(read_tile) : values;
+    bool reading = active(read_tile);
+    SimtLoad<C> ring[C::kBatch];
+    auto read = [&](SimtLoad<C>& slot) {
+      if (!reading) return;
+      slot.Read(source);
+      source += C::kRows * geometry.bn;
+      if (--read_left == 0) {
+        read_tile += C::kWarps, read_left = kept / C::kRows;
+        reading = active(read_tile);
+        if (reading) source = values_of(read_tile);
+      }
+    };
+#pragma unroll
+    for (int i = 0; i < C::kBatch; ++i) read(ring[i]);
+    int tile = tile_begin + warp, left = 0;
+    RowCursor cursor;
+    cursor.window_row = 0, cursor.pitch = 0;
+    uint32_t bits = 0, next_bits = !kWords && active(tile) ? __ldg(words_of(tile)) : 0;
+    const uint32_t valid = geometry.window_units < kMaskBits ? (1u << geometry.window_units) - 1 : 0xffffffffu;
+    int loads = 0;
+    for (int t = tile; active(t); t += C::kWarps) loads += kept / C::kRows;
+    for (; loads > 0; loads -= C::kBatch) {
+#pragma unroll
+      for (int i = 0; i < C::kBatch; ++i) {
+        if (i < loads) {
+          if (left == 0) {
+            left = kept / C::kRows;
+            load_g(tile);
+            if constexpr (kWords) {
+              cursor.words = words_of(tile);
+              cursor.Enter(geometry);
+            } else {
+              bits = next_bits & valid;
+              if (active(tile + C::kWarps)) next_bits = __ldg(words_of(tile + C::kWarps));
+            }
+            tile += C::kWarps;
+          }
+          --left;
+          const SimtLoad<C> now = ring[i];
+          read(ring[i]);
+          float* at[C::kRows];
+#pragma unroll
+          for (int r = 0; r < C::kRows; ++r) {
+            int row;
+            if constexpr (kWords) {
+              row = cursor.Next(geometry);
+            } else {
+              row = bits == 0 ? 0 : __ffs(bits) - 1;
+              bits &= bits - 1;
+            }
+            at[r] = copy + row * kPitch;
+          }
+          accumulate(now, at);
+        }
+      }
+    }
+  } else {
+    static_assert(kWhole || C::kRows == 1, "a segment may begin at any kept row");
+    const int first_unit = plan.rows < geometry.bk ? segment / (geometry.bk / plan.rows + (geometry.bk % plan.rows != 0))
+                                                   : segment * plan.units;
+    const int per_unit = (geometry.bk + plan.rows - 1) / plan.rows;
+    const int first_row = plan.rows < geometry.bk ? segment % per_unit * plan.rows : 0;
+    const int last_row = min(first_row + plan.rows, geometry.bk);
+    for (int tile = tile_begin + warp; active(tile); tile += C::kWarps) {
+      load_g(tile);
+      const uint32_t* words = words_of(tile);
+      int rank = 0;
+      for (int i = 0; i < first_unit / kMaskBits; ++i) rank += __popc(words[i]);
+      if (first_unit % kMaskBits != 0) rank += __popc(words[first_unit / kMaskBits] & ((1u << first_unit % kMaskBits) - 1));
+      const int end_unit = min(first_unit + plan.units, geometry.window_units);
+      for (int unit = first_unit; unit < end_unit && rank < geometry.q; ++unit) {
+        if ((words[unit / kMaskBits] >> unit % kMaskBits & 1) == 0) continue;
+        const Value* source = values_of(tile) + (int64_t{rank} * geometry.bk + first_row) * geometry.bn;
+#pragma unroll 4
+        for (int r = first_row; r < last_row; ++r, source += geometry.bn) {
+          SimtLoad<C> now;
+          now.Read(source);
+          float* at[1] = {copy + ((unit - first_unit) * plan.rows + r - first_row) * kPitch};
+          accumulate(now, at);
+        }
+        ++rank;
+      }
+    }
+  }
+
+  // Lanes and warps, then the cluster.
+  __syncthreads();
+  float* const totals = copies + C::kWarps * rows * kPitch;
+  for (int row = warp; row < rows; row += C::kWarps) {
+    float sum[C::kTokens] = {};
+    for (int w = 0; w < C::kWarps; ++w) {
+      float v[C::kTokens];
+      LoadTokens(v, copies + ((w * rows + row) * kWarpSize + lane) * C::kTokens);
+#pragma unroll
+      for (int t = 0; t < C::kTokens; ++t) sum[t] += v[t];
+    }
+#pragma unroll
+    for (int t = 0; t < C::kTokens; ++t) {
+#pragma unroll
+      for (int d = kWarpSize / 2; d > 0; d /= 2) sum[t] += __shfl_xor_sync(0xffffffffu, sum[t], d);
+      if (lane == 0) totals[t * rows + row] = sum[t];
+    }
+  }
+  SyncCluster(plan.splits);
+  for (int e = split * C::kThreads + threadIdx.x; e < tokens * rows; e += plan.splits * C::kThreads) {
+    const int t = e / rows, row = e - t * rows;
+    float sum = 0;
+    for (int s = 0; s < plan.splits; ++s) sum += LoadFloatFromBlock(SharedAddress(totals + e), s);
+    int64_t k = int64_t{window} * geometry.window_units * geometry.bk + row;
+    bool inside = true;
+    if constexpr (!kWhole) {
+      const int per_unit = (geometry.bk + plan.rows - 1) / plan.rows;
+      const int unit = plan.rows < geometry.bk ? segment / per_unit : segment * plan.units + row / plan.rows;
+      const int in_unit = plan.rows < geometry.bk ? segment % per_unit * plan.rows + row : row % plan.rows;
+      inside = unit < geometry.window_units && in_unit < geometry.bk;
+      k = (int64_t{window} * geometry.window_units + unit) * geometry.bk + in_unit;
+    }
+    if (inside && k < geometry.in_features) {
+      StoreResult(problem.result, (batch * geometry.tokens + token0 + t) * geometry.in_features + k, sum);
+    }
+  }
+  SyncCluster(plan.splits);
+}
+
+}  // namespace nmsparse::cuda::block
+
+#endif  // JAX_NMSPARSE_CUDA_FEW_TOKENS_T_CUH_

@@ -1,0 +1,88 @@
+"""Measured times, as data, and the nearest of them to a call.
+
+`dispatch_table.json` holds times of every implementation at the sizes where they were measured (``python -m
+benchmarks.tune`` writes it). A call takes what was fastest at the nearest measured point, in octaves: the sum of the
+absolute logarithms (base 2) of the ratios of tokens, in_features, out_features, density and block sizes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+
+from jax_nmsparse.pattern import NMPattern
+
+_OTHER_PATTERN = 0.25
+"""Octaves between two patterns of the same density, such as 2:4 and 16:32, which may have kernels of their own."""
+
+
+_SAME_COST = {"float16": "bfloat16"}
+"""dtypes that are not measured themselves, since the same kernels move and multiply the same bytes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """Times of one call on one device.
+
+    Attributes:
+      op: "spmm", "spmm_t" or "sddmm".
+      pattern: The pattern.
+      dtype: dtype of the values (of g for sddmm).
+      exact: Whether float32 was asked for at highest precision.
+      tokens, in_features, out_features: The sizes.
+      times_us: Time by name: of a kernel, "dense" or "xla".
+    """
+
+    op: str
+    pattern: NMPattern
+    dtype: str
+    exact: bool
+    tokens: int
+    in_features: int
+    out_features: int
+    times_us: dict[str, float] = dataclasses.field(hash=False)
+
+    def distance(self, pattern: NMPattern, tokens: int, in_features: int, out_features: int) -> float:
+        """Octaves between this point and a call."""
+        pairs = (
+            (tokens, self.tokens),
+            (in_features, self.in_features),
+            (out_features, self.out_features),
+            (pattern.density, self.pattern.density),
+            (pattern.block[0], self.pattern.block[0]),
+            (pattern.block[1], self.pattern.block[1]),
+        )
+        octaves = sum(abs(math.log2(a / b)) for a, b in pairs)
+        return octaves + (_OTHER_PATTERN if (pattern.n, pattern.m) != (self.pattern.n, self.pattern.m) else 0.0)
+
+
+@functools.cache
+def table(implementation: str) -> tuple[Measurement, ...]:
+    """The measurements for an implementation, none where it was never tuned."""
+    text = pathlib.Path(__file__).with_name("dispatch_table.json").read_text(encoding="utf-8")
+    points = json.loads(text).get(implementation, {"points": []})["points"]
+    return tuple(Measurement(**{**p, "pattern": NMPattern.parse(p["pattern"])}) for p in points)
+
+
+@functools.lru_cache(maxsize=4096)
+def nearest(
+    implementation: str,
+    op: str,
+    pattern: NMPattern,
+    dtype: str,
+    exact: bool,
+    tokens: int,
+    in_features: int,
+    out_features: int,
+) -> tuple[Measurement, ...]:
+    """The measurements of the same operation and dtype, the nearest first."""
+    dtype = _SAME_COST.get(dtype, dtype)
+    points = [
+        p
+        for p in table(implementation)
+        if (p.op, p.dtype, p.exact, p.pattern.is_elementwise) == (op, dtype, exact, pattern.is_elementwise)
+    ]
+    return tuple(sorted(points, key=lambda p: p.distance(pattern, max(1, tokens), in_features, out_features)))
