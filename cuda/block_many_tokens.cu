@@ -34,20 +34,19 @@ bool Supports(const Problem& problem) {
 
 // Cuts the reduction into stages of at most `max_rows` kept rows. Whole windows where they fit: as many as waste the
 // fewest of the 16 rows of a product, the largest such stage.
-void PlanStages(const Geometry& g, int max_rows, int list_units, Arguments* a) {
+template <class C>
+cudaError_t PlanStages(const Geometry& g, int max_rows, Arguments* a) {
+  constexpr bool kBoxes = C::kGather == Gather::kBoxes;
   const int64_t window_rows = int64_t{g.q} * g.bk;
+  a->windows_per_stage = 1;
+  a->stages_per_window = 1;
   if (window_rows > max_rows) {
     a->rows = max_rows;
     a->filled_rows = max_rows;
-    a->windows_per_stage = 1;
     a->stages_per_window = static_cast<int32_t>(CeilDiv(window_rows, max_rows));
-    a->run_rows = std::min(g.bk, max_rows);
-    a->stages_per_unit = g.bk / a->run_rows;
-    a->units_per_stage = max_rows / a->run_rows;
-    a->units_per_window = RoundUp(g.q, a->units_per_stage);
   } else {
     const int used = static_cast<int>(window_rows);
-    int best = 1;
+    int& best = a->windows_per_stage;
     for (int windows = 2; windows <= kMaxWindows && windows * used <= max_rows; ++windows) {
       if (int64_t{windows} * RoundUp(best * used, kMmaDepth) >= int64_t{best} * RoundUp(windows * used, kMmaDepth)) {
         best = windows;
@@ -55,17 +54,17 @@ void PlanStages(const Geometry& g, int max_rows, int list_units, Arguments* a) {
     }
     a->rows = RoundUp(best * used, kMmaDepth);
     a->filled_rows = best * used;
-    a->windows_per_stage = best;
-    a->stages_per_window = 1;
-    a->run_rows = g.bk;
-    a->stages_per_unit = 1;
-    a->units_per_stage = best * g.q;
-    a->units_per_window = g.q;
   }
   a->steps = static_cast<int32_t>(CeilDiv(g.windows, a->windows_per_stage) * a->stages_per_window);
-  const int windows = std::min(kMaxWindows, list_units / a->units_per_window);
-  a->windows_per_chunk = std::max(1, windows / a->windows_per_stage) * a->windows_per_stage;
-  a->stages_per_chunk = a->windows_per_chunk / a->windows_per_stage * a->stages_per_window;
+  a->run_rows = kBoxes ? std::min(g.bk, a->rows) : 1;
+  a->stages_per_unit = kBoxes ? g.bk / a->run_rows : 1;
+  a->entries_per_unit = kBoxes ? 1 : g.bk;
+  a->entries_per_stage = kBoxes ? a->filled_rows / a->run_rows : a->rows;
+  a->entries_per_group = a->entries_per_stage * a->stages_per_window / a->stages_per_unit;
+  a->groups_per_chunk = std::min(kMaxWindows / a->windows_per_stage, C::kListEntries / a->entries_per_group);
+  a->windows_per_chunk = a->groups_per_chunk * a->windows_per_stage;
+  a->stages_per_chunk = a->groups_per_chunk * a->stages_per_window;
+  return a->groups_per_chunk > 0 ? cudaSuccess : cudaErrorNotSupported;
 }
 
 template <class C>
@@ -117,7 +116,8 @@ cudaError_t LaunchTiles(const Problem& problem, const Tuning& tuning, int multip
   a.mask = problem.mask;
   a.epilogue = problem.epilogue;
   a.result = problem.result;
-  PlanStages(g, tuning.max_rows, C::kListUnits, &a);
+  cudaError_t error = PlanStages<C>(g, tuning.max_rows, &a);
+  if (error != cudaSuccess) return error;
   a.slots = std::min<int>(C::kMaxStages, (kSharedBytes - C::FixedBytes()) / C::StageBytes(a.rows));
   a.token_tiles = static_cast<int32_t>(CeilDiv(g.tokens, C::kTokens * C::kCluster));
   a.token_group = std::max(1, tuning.token_group / C::kCluster);
@@ -125,7 +125,7 @@ cudaError_t LaunchTiles(const Problem& problem, const Tuning& tuning, int multip
   const int64_t tiles = g.batch * a.token_tiles * a.out_tiles;
   if (tiles > kMaxBlocks) return cudaErrorNotSupported;
   a.tiles = static_cast<int32_t>(tiles);
-  cudaError_t error = EncodeMaps<C>(problem, &a);
+  error = EncodeMaps<C>(problem, &a);
   if (error != cudaSuccess) return error;
   const int bytes = C::SharedBytes(a.rows, a.slots);
   error = cudaFuncSetAttribute(ManyTokens<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);

@@ -14,7 +14,7 @@
 //   thread, to all blocks of the cluster: they share the column tile) and gathers x by the units kept, which it lists
 //   from the mask words, a chunk of windows ahead.
 // Shared memory (bytes): ring of slots x rows x 128 x (kOutChunks + kTokenChunks), weights first; 2 x 2 x 8192 for
-//   results on their way out; 2 x 512 x 2 lists of units; 3 x 16 x 8 barriers. SharedBytes() adds them up.
+//   results on their way out; 2 x 320 x 4 lists of rows; 3 x 16 x 8 barriers. SharedBytes() adds them up.
 // Synchronisation. full[slot]: weights and x of the slot have landed. empty[slot]: both consumers are done with the
 //   slot of this block. shared_empty[slot]: consumers of every block of the cluster are; only the block that multicasts
 //   the slot's weights (slot % kCluster) looks at its own. Stores of y are asynchronous: they overlap the next tile.
@@ -48,7 +48,8 @@ struct Config {
   static constexpr int kProducerRegisters = 72;
   static constexpr int kConsumerRegisters = 216;
   static constexpr int kMaxStages = 16;
-  static constexpr int kListUnits = 512;   // of each of the two lists
+  static constexpr int kListEntries = 320;  // of each of the two lists
+  static constexpr uint32_t kZero = 1u << 31;
   static constexpr int kStoreBuffers = 2;  // per consumer, 64 columns x 64 tokens each
   static constexpr int kStoreBytes = kMmaRows * kLineBytes;
 
@@ -60,7 +61,7 @@ struct Config {
 
   __host__ __device__ static constexpr int StageBytes(int rows) { return rows * kLineBytes * (kOutChunks + kTokenChunks); }
   __host__ __device__ static constexpr int FixedBytes() {
-    return kConsumers * kStoreBuffers * kStoreBytes + 2 * kListUnits * 2 + 3 * kMaxStages * 8;
+    return kConsumers * kStoreBuffers * kStoreBytes + 2 * kListEntries * 4 + 3 * kMaxStages * 8;
   }
   static constexpr int SharedBytes(int rows, int stages) { return stages * StageBytes(rows) + FixedBytes(); }
 };
@@ -81,9 +82,11 @@ struct Arguments {
   int32_t stages_per_window;  // 1 where a stage takes several windows
   int32_t run_rows;           // consecutive rows of x that one unit brings to a stage
   int32_t stages_per_unit;    // bk / run_rows
-  int32_t units_per_stage;
-  // Lists. A window's list is padded to a whole number of stages.
-  int32_t units_per_window;
+  // Lists: one entry per row (lanes) or per unit (boxes) of a stage; rows that no unit fills keep their first entry, zero.
+  int32_t entries_per_unit;
+  int32_t entries_per_stage;
+  int32_t entries_per_group;  // a group of windows: the windows of a stage, or one window of several stages
+  int32_t groups_per_chunk;
   int32_t windows_per_chunk;
   int32_t stages_per_chunk;
   // Tiles: groups of `token_group` token tiles walk all column tiles together, so that their x stays in the L2 cache.
@@ -126,7 +129,7 @@ struct SharedMap {
     return base + slots * C::StageBytes(rows) + consumer * C::kStoreBuffers * C::kStoreBytes;
   }
   __device__ uint32_t Lists() const { return Store(C::kConsumers); }
-  __device__ uint32_t Full(int slot) const { return Lists() + 2 * C::kListUnits * 2 + slot * 8; }
+  __device__ uint32_t Full(int slot) const { return Lists() + 2 * C::kListEntries * 4 + slot * 8; }
   __device__ uint32_t Empty(int slot) const { return Full(C::kMaxStages + slot); }
   __device__ uint32_t SharedEmpty(int slot) const { return Full(2 * C::kMaxStages + slot); }
 };
@@ -140,14 +143,11 @@ class Producer {
  public:
   using T = typename C::T;
 
-  __device__ Producer(const Arguments& a, const SharedMap<C>& shared, uint16_t* lists, int rank)
+  __device__ Producer(const Arguments& a, const SharedMap<C>& shared, uint32_t* lists, int rank)
       : a_(a), shared_(shared), lists_(lists), rank_(rank), warp_(threadIdx.x / kWarpSize % 4),
         lane_(threadIdx.x % kWarpSize) {
     const int boxed_chunks = C::kOutChunks + (C::kGather == Gather::kBoxes ? C::kTokenChunks : 0);
     expected_bytes_ = a.filled_rows * kLineBytes * boxed_chunks;
-    const int share = (a.units_per_stage + 3) / 4;
-    first_ = warp_ * share;
-    last_ = min(a.units_per_stage, first_ + share);
   }
 
   __device__ void Run() {
@@ -157,8 +157,8 @@ class Producer {
     LoadWord();
     ListChunk(lists_);
     NextChunk();
-    uint16_t* list = lists_;
-    uint16_t* other = lists_ + C::kListUnits;
+    uint32_t* list = lists_;
+    uint32_t* other = lists_ + C::kListEntries;
     for (int index = blockIdx.x / C::kCluster; index < a_.tiles; index += gridDim.x / C::kCluster) {
       const Tile tile = TileAt<C>(a_, index, rank_);
       int steps = a_.steps;
@@ -171,7 +171,7 @@ class Producer {
         const int here = min(steps, a_.stages_per_chunk);
         CopyStages(tile, window, here, list);
         steps -= here;
-        uint16_t* const swap = list;
+        uint32_t* const swap = list;
         list = other;
         other = swap;
       }
@@ -180,7 +180,10 @@ class Producer {
 
  private:
   static constexpr int kBarrier = 1 + C::kConsumers;
-  static constexpr uint16_t kBeyond = 0xffff;
+  static constexpr int kTokensPerPiece = 16 / sizeof(T);
+  static constexpr int kPieces = C::kTokens / kTokensPerPiece;  // of a row of x
+  static constexpr int kLanesPerRow = kPieces < kWarpSize ? kPieces : kWarpSize;
+  static constexpr int kRowsPerPass = kWarpSize / kLanesPerRow;
 
   // Lane l's mask word: that of window l of the chunk, zero beyond the last window.
   __device__ void LoadWord() {
@@ -202,35 +205,56 @@ class Producer {
     LoadWord();
   }
 
-  // list[w * units_per_window + i]: the i-th kept unit of window w, counted from the chunk's first unit. Where a corrupt
-  // mask has too few bits the last unit of the window stands in; kBeyond fills up a window that ends inside a stage.
-  __device__ void ListChunk(uint16_t* list) const {
+  // What a list holds for the rows that start at `row` of x: for lanes a readable row, with kZero where it stands for
+  // zeros; for boxes the row itself, since the copy engine reads zeros beyond in_features.
+  __device__ uint32_t Entry(int64_t row) const {
+    const int64_t rows = a_.geometry.in_features;
+    if (C::kGather == Gather::kBoxes) return static_cast<uint32_t>(min(row, rows));
+    return row < rows ? static_cast<uint32_t>(row) : static_cast<uint32_t>(rows - 1) | C::kZero;
+  }
+
+  // The i-th kept unit of a window has the entries i * entries_per_unit and on of that window's list. Where a corrupt
+  // mask has too few bits the last unit of the window stands in.
+  __device__ void ListChunk(uint32_t* list) const {
     const Geometry& g = a_.geometry;
-    for (int w = warp_; w < a_.windows_per_chunk; w += 4) {
-      const uint32_t bits = __shfl_sync(~0u, word_, w);
-      const int rank = __popc(bits & ((1u << lane_) - 1));
-      uint16_t* const window = list + w * a_.units_per_window;
-      const int first_unit = w * g.window_units;
-      if ((bits >> lane_ & 1) && rank < g.q) window[rank] = static_cast<uint16_t>(first_unit + lane_);
-      if (lane_ >= min(__popc(bits), g.q) && lane_ < a_.units_per_window) {
-        window[lane_] = lane_ < g.q ? static_cast<uint16_t>(first_unit + g.window_units - 1) : kBeyond;
+    for (int group = warp_; group < a_.groups_per_chunk; group += 4) {
+      uint32_t* window_list = list + group * a_.entries_per_group;
+      for (int i = 0; i < a_.windows_per_stage; ++i, window_list += g.q * a_.entries_per_unit) {
+        const int w = group * a_.windows_per_stage + i;
+        const uint32_t bits = __shfl_sync(~0u, word_, w);
+        const int64_t window_row = (int64_t{listed_window_} + w) * g.window_units * g.bk;
+        const int rank = __popc(bits & ((1u << lane_) - 1));
+        const bool kept = (bits >> lane_ & 1) && rank < g.q;
+        const bool missing = lane_ >= __popc(bits) && lane_ < g.q;
+        for (int row = 0; row < a_.entries_per_unit; ++row) {
+          if (kept) window_list[rank * a_.entries_per_unit + row] = Entry(window_row + lane_ * g.bk + row);
+          if (missing) {
+            window_list[lane_ * a_.entries_per_unit + row] = Entry(window_row + (g.window_units - 1) * g.bk + row);
+          }
+        }
       }
     }
   }
 
-  __device__ void CopyStages(const Tile& tile, int window, int steps, const uint16_t* list) {
+  __device__ void CopyStages(const Tile& tile, int window, int steps, const uint32_t* list) {
     const Geometry& g = a_.geometry;
-    const int first_row = window * g.window_units * g.bk;
+    const int token = tile.token + lane_ % kLanesPerRow * kTokensPerPiece;
+    const T* x = static_cast<const T*>(a_.x_data) + tile.batch * g.in_features * g.tokens;
+    const int left = static_cast<int>(g.tokens) - token;
     int part = 0, values_row = 0;
     for (int step = 0; step < steps; ++step, at_.Advance(a_.slots)) {
       BarrierWait(shared_.Empty(at_.slot), at_.parity ^ 1);
       if (warp_ == 0 && ElectOne()) CopyWeights(tile, window, values_row);
       __syncwarp();
-      GatherStage(tile, first_row + part * a_.run_rows, list);
+      if constexpr (C::kGather == Gather::kBoxes) {
+        GatherBoxes(tile, part * a_.run_rows, list);
+      } else {
+        GatherLanes(x + token, left, list);
+      }
       // The next stage: of the same unit, of the same window, or of the next windows.
       if (++part == a_.stages_per_unit) {
         part = 0;
-        list += a_.units_per_stage;
+        list += a_.entries_per_stage;
       }
       values_row += a_.rows;
       if (values_row >= a_.rows * a_.stages_per_window) {
@@ -253,67 +277,64 @@ class Producer {
     }
   }
 
-  // First row of x of a listed unit.
-  __device__ int Row(int first_row, uint16_t unit) const {
-    return unit == kBeyond ? static_cast<int>(a_.geometry.in_features) : first_row + unit * a_.geometry.bk;
+  // Warps own 64-token chunks; where there are fewer chunks than warps, several share one and take turns.
+  __device__ void GatherBoxes(const Tile& tile, int row_in_unit, const uint32_t* list) {
+    constexpr int kTurns = C::kTokenChunks < 4 ? 4 / C::kTokenChunks : 1;
+    const int chunk = warp_ % C::kTokenChunks;
+    if (!ElectOne()) return;
+    for (int unit = warp_ / C::kTokenChunks; unit < a_.entries_per_stage; unit += kTurns) {
+      const int row = static_cast<int>(list[unit]) + row_in_unit;
+      const uint32_t line = shared_.Inputs(at_.slot) + unit * a_.run_rows * kLineBytes;
+#pragma unroll
+      for (int i = 0; i < C::kTokenChunks; i += 4) {
+        LoadBox(line + (chunk + i) * shared_.ChunkBytes(), &a_.x, shared_.Full(at_.slot),
+                tile.token + (chunk + i) * kChunk, row, tile.batch);
+      }
+    }
   }
 
-  __device__ void GatherStage(const Tile& tile, int first_row, const uint16_t* list) {
-    const uint32_t to = shared_.Inputs(at_.slot);
-    if constexpr (C::kGather == Gather::kBoxes) {
-      // Warps own 64-token chunks; where there are fewer chunks than warps, several share one and take turns.
-      constexpr int kTurns = C::kTokenChunks < 4 ? 4 / C::kTokenChunks : 1;
-      const int chunk = warp_ % C::kTokenChunks;
-      if (!ElectOne()) return;
-      for (int unit = warp_ / C::kTokenChunks; unit < a_.units_per_stage; unit += kTurns) {
-        const int row = Row(first_row, list[unit]);
-        const uint32_t line = to + unit * a_.run_rows * kLineBytes;
+  // Four warps copy 16 rows in a round, kRowsPerPass rows of each warp at once, so that the swizzle phase of a lane's
+  // row (row % 8) takes at most two values. `left`: tokens from the lane's first one to the end.
+  __device__ void GatherLanes(const T* x, int left, const uint32_t* list) {
+    const uint32_t pitch = static_cast<uint32_t>(a_.geometry.tokens) * sizeof(T);
+    const int piece = lane_ % kLanesPerRow;
+    const int first = warp_ * kRowsPerPass + lane_ / kLanesPerRow;
+    constexpr int kPasses = 4 / kRowsPerPass;  // of a round
+    constexpr int kFar = kPieces / kLanesPerRow;
+    const char* from[kFar];
+    uint32_t bytes[kFar];
 #pragma unroll
-        for (int i = 0; i < C::kTokenChunks; i += 4) {
-          LoadBox(line + (chunk + i) * shared_.ChunkBytes(), &a_.x, shared_.Full(at_.slot),
-                  tile.token + (chunk + i) * kChunk, row, tile.batch);
-        }
-      }
-    } else {
-      constexpr int kPieces = C::kTokens * static_cast<int>(sizeof(T)) / 16;  // of a row
-      constexpr int kLanesPerRow = kPieces < kWarpSize ? kPieces : kWarpSize;
-      constexpr int kRowsPerPass = kWarpSize / kLanesPerRow;
-      constexpr int kTokensPerPiece = 16 / sizeof(T);
-      constexpr int kBatch = 8;  // rows of a lane whose list entries are read together
-      const Geometry& g = a_.geometry;
-      const int piece = lane_ % kLanesPerRow;
-      const int token = tile.token + piece * kTokensPerPiece;
-      const T* const x = static_cast<const T*>(a_.x_data) + tile.batch * g.in_features * g.tokens;
-      for (int first = first_ + lane_ / kLanesPerRow; first < last_; first += kBatch * kRowsPerPass) {
-        int row[kBatch];
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          const int line = first + i * kRowsPerPass;
-          row[i] = line < last_ ? Row(first_row, list[line]) : 0;
-        }
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          const int line = first + i * kRowsPerPass;
-          const uint32_t address = to + piece / 8 * shared_.ChunkBytes() + line * kLineBytes + (piece ^ line) % 8 * 16;
-#pragma unroll
-          for (int far = 0; far < kPieces / kLanesPerRow; ++far) {
-            const int at = token + far * kWarpSize * kTokensPerPiece;
-            const bool valid = row[i] < g.in_features && at < g.tokens;
-            const T* const from = valid ? x + row[i] * g.tokens + at : x;
-            if (line < last_) CopyAsync16(address + far * (kWarpSize / 8) * shared_.ChunkBytes(), from, valid);
-          }
-        }
-      }
-      BarrierArriveAfterCopies(shared_.Full(at_.slot));
+    for (int far = 0; far < kFar; ++far) {
+      const int skip = far * kWarpSize * kTokensPerPiece;
+      bytes[far] = skip < left ? 16 : 0;
+      from[far] = reinterpret_cast<const char*>(skip < left ? x + skip : static_cast<const T*>(a_.x_data));
     }
+    const uint32_t to = shared_.Inputs(at_.slot) + piece / 8 * shared_.ChunkBytes() + first * kLineBytes;
+    for (int row = 0; row < a_.rows; row += 16) {
+      uint32_t entry[kPasses];
+#pragma unroll
+      for (int i = 0; i < kPasses; ++i) entry[i] = list[row + first + i * 4 * kRowsPerPass];
+#pragma unroll
+      for (int i = 0; i < kPasses; ++i) {
+        constexpr uint32_t kPhases = 8;
+        const uint32_t swizzled = (piece ^ (first + i * 4 * kRowsPerPass)) % kPhases * 16;
+        const uint32_t line = to + (row + i * 4 * kRowsPerPass) * kLineBytes + swizzled;
+        const uint64_t offset = static_cast<uint64_t>(entry[i] & ~C::kZero) * pitch;
+#pragma unroll
+        for (int far = 0; far < kFar; ++far) {
+          CopyAsync16(line + far * (kWarpSize / 8) * shared_.ChunkBytes(), from[far] + (bytes[far] ? offset : 0),
+                      entry[i] & C::kZero ? 0 : bytes[far]);
+        }
+      }
+    }
+    BarrierArriveAfterCopies(shared_.Full(at_.slot));
   }
 
   const Arguments& a_;
   const SharedMap<C> shared_;
-  uint16_t* const lists_;
+  uint32_t* const lists_;
   const int rank_, warp_, lane_;
   uint32_t expected_bytes_;
-  int first_, last_;  // units of a stage that this warp gathers (Gather::kLanes)
   RingPosition at_;
   // The chunk that will be listed next.
   int index_ = 0, listed_window_ = 0;
@@ -502,6 +523,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) ManyTokens(const __grid_consta
     }
     BarrierInitFence();
   }
+  uint32_t* const lists = reinterpret_cast<uint32_t*>(storage + (shared.Lists() - shared.base));
+  for (int i = threadIdx.x; i < 2 * C::kListEntries; i += C::kThreads) lists[i] = C::kZero;
   // Rows of a stage that no unit fills.
   const int tail_words = (a.rows - a.filled_rows) * kLineBytes / 4;
   for (int chunk = 0; tail_words > 0 && chunk < a.slots * (C::kOutChunks + C::kTokenChunks); ++chunk) {
@@ -514,7 +537,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) ManyTokens(const __grid_consta
 
   if (warpgroup >= C::kConsumers) {
     ReleaseRegisters<C::kProducerRegisters>();
-    Producer<C>(a, shared, reinterpret_cast<uint16_t*>(storage + (shared.Lists() - shared.base)), rank).Run();
+    Producer<C>(a, shared, lists, rank).Run();
     __syncwarp();
   } else {
     ClaimRegisters<C::kConsumerRegisters>();

@@ -14,7 +14,7 @@ using block::Device;
 using block::SimtConfig;
 using block::SimtPlan;
 
-inline constexpr int64_t kTileBytes = 96 * 1024;  // of x, so that two blocks fit a multiprocessor
+inline constexpr int64_t kSharedBytes = 112 * 1024;  // of ring and x, so that two blocks fit a multiprocessor
 inline constexpr int kBlocksPerMultiprocessor = 2;
 
 template <class C>
@@ -28,11 +28,10 @@ cudaError_t LaunchSimt(const Problem& problem, const Device& device, cudaStream_
   SimtPlan plan{};
   plan.splits = static_cast<int32_t>(std::clamp<int64_t>(room, 1, most));
   const int64_t window_bytes = geometry.rows_per_window() * C::kTokens * 4;
-  const int64_t limit = std::max(std::min<int64_t>(kTileBytes, device.shared_bytes), window_bytes);
-  if (limit > device.shared_bytes) return cudaErrorNotSupported;
+  const int64_t limit = std::max(std::min<int64_t>(kSharedBytes, device.shared_bytes) - C::kRingBytes, window_bytes);
   plan.chunk_windows = static_cast<int32_t>(
       std::max<int64_t>(1, std::min(limit / window_bytes, CeilDiv(geometry.windows, plan.splits))));
-  const int64_t shared = std::max<int64_t>(plan.chunk_windows * window_bytes, C::kSumsBytes);
+  const int64_t shared = std::max<int64_t>(C::kRingBytes + plan.chunk_windows * window_bytes, C::kSumsBytes);
   if (shared > device.shared_bytes) return cudaErrorNotSupported;
   const dim3 grid(static_cast<unsigned>(tiles * plan.splits), static_cast<unsigned>(token_tiles),
                   static_cast<unsigned>(geometry.batch));
@@ -42,12 +41,16 @@ cudaError_t LaunchSimt(const Problem& problem, const Device& device, cudaStream_
 // Tokens per pass: as few as hold them all, and few enough for a window of x to fit.
 template <class Value, int kColumns, int kRows>
 cudaError_t LaunchForTokens(const Problem& problem, const Device& device, cudaStream_t stream) {
-  const int64_t tokens = problem.geometry.tokens;
-  const int64_t fit = device.shared_bytes / 4 / problem.geometry.rows_per_window();
-  if (tokens > 4 && fit >= 8) return LaunchSimt<SimtConfig<Value, kColumns, kRows, 8>>(problem, device, stream);
-  if (tokens > 2 && fit >= 4) return LaunchSimt<SimtConfig<Value, kColumns, kRows, 4>>(problem, device, stream);
-  if (tokens > 1 && fit >= 2) return LaunchSimt<SimtConfig<Value, kColumns, kRows, 2>>(problem, device, stream);
-  return LaunchSimt<SimtConfig<Value, kColumns, kRows, 1>>(problem, device, stream);
+  const Geometry& geometry = problem.geometry;
+  cudaError_t error = cudaErrorNotSupported;
+  if (geometry.bk > 1 || geometry.mask_words > 1) {
+    if (geometry.tokens > 1) error = LaunchSimt<SimtConfig<Value, kColumns, kRows, 4, false>>(problem, device, stream);
+    if (error != cudaErrorNotSupported) return error;
+    return LaunchSimt<SimtConfig<Value, kColumns, kRows, 1, false>>(problem, device, stream);
+  }
+  if (geometry.tokens > 4) return LaunchSimt<SimtConfig<Value, kColumns, kRows, 8, true>>(problem, device, stream);
+  if (geometry.tokens > 1) return LaunchSimt<SimtConfig<Value, kColumns, kRows, 4, true>>(problem, device, stream);
+  return LaunchSimt<SimtConfig<Value, kColumns, kRows, 1, true>>(problem, device, stream);
 }
 
 template <class Value>

@@ -35,6 +35,20 @@ __device__ __forceinline__ void WaitForCopies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// kWords (1, 2 or 4) aligned 32-bit words of shared memory.
+template <int kWords>
+__device__ __forceinline__ void LoadWords(uint32_t (&out)[kWords], const void* shared) {
+  if constexpr (kWords == 4) {
+    const uint4 v = *static_cast<const uint4*>(shared);
+    out[0] = v.x, out[1] = v.y, out[2] = v.z, out[3] = v.w;
+  } else if constexpr (kWords == 2) {
+    const uint2 v = *static_cast<const uint2*>(shared);
+    out[0] = v.x, out[1] = v.y;
+  } else {
+    out[0] = *static_cast<const uint32_t*>(shared);
+  }
+}
+
 // ------------------------------------------------------------------------------------------------- tensor cores
 
 // Two or four 8x8 tiles of 16-bit elements whose rows lie anywhere in shared memory, 16 bytes each, transposed: register
@@ -130,6 +144,7 @@ struct XTile {
     constexpr uint32_t kShift = kTokenTiles == 8 ? 0 : kTokenTiles == 4 ? 1 : 2;
     return ((k * kTokenTiles) ^ (k >> 3 & 7) ^ (k >> kShift & (kTokenTiles - 1))) * 16;
   }
+  // Row(k + i) == Row(k) ^ Row(i) for k a multiple of 8 and i < 8: no carry, and the swizzle is linear over xor.
 
   uint4 rows[kTaskTokens];  // token, 8 consecutive k
 
@@ -140,6 +155,11 @@ struct XTile {
     const int k = threadIdx.x % kOctets * 8, token = threadIdx.x / kOctets * kTaskTokens;
     if (k >= live) return;
     const T* source = x + token * pitch + k;
+    if (aligned && k + 8 <= features && token + kTaskTokens <= tokens) {
+#pragma unroll
+      for (int i = 0; i < kTaskTokens; ++i, source += pitch) rows[i] = __ldg(reinterpret_cast<const uint4*>(source));
+      return;
+    }
 #pragma unroll
     for (int i = 0; i < kTaskTokens; ++i) {
       rows[i] = make_uint4(0, 0, 0, 0);
@@ -162,6 +182,7 @@ struct XTile {
   __device__ __forceinline__ void Store(unsigned char* tile, int live) const {
     const int k = threadIdx.x % kOctets * 8, token = threadIdx.x / kOctets * kTaskTokens;
     if (k >= live) return;
+    const uint32_t first = Row(k) ^ (token / 8 * 16);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       uint32_t w[kTaskTokens / 2];
@@ -172,7 +193,7 @@ struct XTile {
         const uint32_t high = i < 2 ? b.x : i < 4 ? b.y : i < 6 ? b.z : b.w;
         w[p] = PairUp(low, high, i % 2);
       }
-      unsigned char* const at = tile + (Row(k + i) ^ (token / 8 * 16)) + token % 8 * 2;
+      unsigned char* const at = tile + (first ^ Row(i)) + token % 8 * 2;
       if constexpr (kTaskTokens == 8) {
         *reinterpret_cast<uint4*>(at) = make_uint4(w[0], w[1], w[2], w[3]);
       } else {
@@ -189,18 +210,30 @@ template <class Tile>
 __device__ __forceinline__ void TabulateWindow(uint16_t* table, const Geometry& geometry, const uint32_t* words,
                                                uint32_t word, int first_row) {
   const int lane = threadIdx.x % kWarpSize;
+  const uint32_t below = (1u << lane) - 1;
   int kept = 0;
-  for (int i = 0; i < geometry.mask_words; ++i) {
-    uint32_t bits = i == 0 ? word : __ldg(words + i);
-    const int units = geometry.window_units - i * kMaskBits;
-    if (units < kMaskBits) bits &= (1u << units) - 1;
-    const int rank = kept + __popc(bits & ((1u << lane) - 1));
-    if ((bits >> lane & 1) != 0 && rank < geometry.q) {
-      const int row = first_row + (i * kMaskBits + lane) * geometry.bk;
-      for (int r = 0; r < geometry.bk; ++r) table[rank * geometry.bk + r] = static_cast<uint16_t>(Tile::Row(row + r));
+  if (geometry.bk == 1 && geometry.mask_words == 1) {
+    if (geometry.window_units < kMaskBits) word &= (1u << geometry.window_units) - 1;
+    const int rank = __popc(word & below);
+    if ((word >> lane & 1) != 0 && rank < geometry.q) table[rank] = static_cast<uint16_t>(Tile::Row(first_row + lane));
+    kept = __popc(word);
+    if (kept >= geometry.q) return;
+  } else {
+#pragma unroll 1
+    for (int i = 0; i < geometry.mask_words; ++i) {
+      uint32_t bits = i == 0 ? word : __ldg(words + i);
+      const int units = geometry.window_units - i * kMaskBits;
+      if (units < kMaskBits) bits &= (1u << units) - 1;
+      const int rank = kept + __popc(bits & below);
+      if ((bits >> lane & 1) != 0 && rank < geometry.q) {
+        const int row = first_row + (i * kMaskBits + lane) * geometry.bk;
+#pragma unroll 2
+        for (int r = 0; r < geometry.bk; ++r) table[rank * geometry.bk + r] = static_cast<uint16_t>(Tile::Row(row + r));
+      }
+      kept += __popc(bits);
     }
-    kept += __popc(bits);
   }
+#pragma unroll 1
   for (int j = kept * geometry.bk + lane; j < geometry.q * geometry.bk; j += kWarpSize) table[j] = Tile::kZeroRow;
 }
 

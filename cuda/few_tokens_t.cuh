@@ -5,7 +5,7 @@
 // A lane owns kColumns neighbouring columns of one column block and walks down their kept rows in one window (a load is
 // kRows rows of them, contiguous in memory). A kept row yields one number per token, its sum over the lane's columns,
 // which is added to the lane's own copy of the window, float [row][lane][kTokens] in shared memory: lanes never share a
-// word or a bank whatever rows they hold, so there is nothing to order and no atomics. After the last column the copies
+// word or a bank whatever rows they hold, so there is nothing to order and there are no atomics. After the last column the copies
 // of all lanes, warps and blocks of the cluster are added in a fixed order.
 //
 // A block of threads owns one window (its rows of dx) and a share of the column tiles (32 * kColumns columns), which its
@@ -43,17 +43,7 @@ __device__ __forceinline__ float LoadFloatFromBlock(uint32_t address, int block)
   return v;
 }
 
-// acc[t] += the lane's copy, for kTokens neighbouring floats.
-template <int kTokens>
-__device__ __forceinline__ void LoadTokens(float (&v)[kTokens], const float* from) {
-  if constexpr (kTokens == 4) {
-    *reinterpret_cast<float4*>(v) = *reinterpret_cast<const float4*>(from);
-  } else if constexpr (kTokens == 2) {
-    *reinterpret_cast<float2*>(v) = *reinterpret_cast<const float2*>(from);
-  } else {
-    v[0] = *from;
-  }
-}
+// kTokens neighbouring floats to shared memory.
 template <int kTokens>
 __device__ __forceinline__ void StoreTokens(float* to, const float (&v)[kTokens]) {
   if constexpr (kTokens == 4) {
@@ -64,15 +54,6 @@ __device__ __forceinline__ void StoreTokens(float* to, const float (&v)[kTokens]
     *to = v[0];
   }
 }
-
-// The columns of one lane in its current tile.
-template <class C>
-struct ColumnTile {
-  float g[C::kTokens][C::kColumns];
-  const typename C::Value* values;  // the window's first kept row
-  const uint32_t* words;            // the window's mask
-  bool active;
-};
 
 template <class C, class G>
 __device__ __forceinline__ void LoadG(float (&g)[C::kTokens][C::kColumns], const G* source, int64_t pitch, int tokens,

@@ -123,7 +123,8 @@ ffi::Error Run(const std::string& op, const Kernel (&kernels)[kCount], Dtypes (*
   }
   std::string known;
   for (const Kernel& kernel : kernels) known += (known.empty() ? "" : ", ") + std::string(kernel.name);
-  return ffi::Error::InvalidArgument(op + ": got kernel '" + std::string(problem.kernel) + "', expected one of " + known);
+  return ffi::Error::InvalidArgument(op + ": got kernel '" + std::string(problem.kernel) + "', expected one of " +
+                                     known);
 }
 
 ffi::Error Spmm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer values, ffi::AnyBuffer mask,

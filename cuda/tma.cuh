@@ -144,10 +144,9 @@ __device__ __forceinline__ void StoreWaitRead() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// 16 bytes of global memory -> shared memory, or zeros where !valid (nothing is read then).
-__device__ __forceinline__ void CopyAsync16(uint32_t to, const void* from, bool valid) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
-               : "memory");
+// 16 bytes of global memory -> shared memory: the first `bytes` (0 or 16) of them, then zeros. Nothing else is read.
+__device__ __forceinline__ void CopyAsync16(uint32_t to, const void* from, uint32_t bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
 // ---------------------------------------------------------------------------------------------- tensor maps (host)

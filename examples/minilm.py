@@ -145,13 +145,13 @@ class Model:
       config: Sizes.
       params: Parameters of ``Encoder(config)``.
       tokenizer: Splits sentences into word pieces, without padding.
-      path: Where it was read from.
+      name: Of the package or folder that it was read from.
     """
 
     config: Config
     params: dict[str, Any]
     tokenizer: tokenizers.Tokenizer
-    path: pathlib.Path
+    name: str
 
 
 def find_model() -> pathlib.Path:
@@ -191,7 +191,7 @@ def load(path: str | pathlib.Path | None = None) -> Model:
     tokenizer.no_padding()
     tokenizer.enable_truncation(config.max_position_embeddings)
     params = _read_weights(folder / "model.safetensors", config)
-    return Model(config, params, tokenizer, folder)
+    return Model(config, params, tokenizer, PACKAGE if path is None else folder.resolve().name)
 
 
 def _read_weights(path: pathlib.Path, config: Config) -> dict[str, Any]:
@@ -254,22 +254,19 @@ def sparsify(params: Mapping[str, Any], pattern: nms.NMPattern) -> dict[str, Any
     }
 
 
-def batches(tokenizer: tokenizers.Tokenizer, sentences: list[str], batch: int, length: int | None = None):
+def batches(tokenizer: tokenizers.Tokenizer, sentences: list[str], batch: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """Sentences as tokens and mask, padded to one shape so that the encoder compiles once.
 
     Args:
       tokenizer: Of the model.
       sentences: Any number; the last batch repeats the last sentence.
       batch: Sentences in a batch.
-      length: Tokens in a sentence, by default the least multiple of 8 that holds all; longer sentences are cut.
 
     Returns:
-      A list of pairs (tokens, mask), int32 ``[batch, length]``.
+      A list of pairs (tokens, mask), int32 ``[batch, length]``; length is the least multiple of 8 that holds all.
     """
-    encoded = tokenizer.encode_batch(sentences)
-    ids = [e.ids for e in encoded]
-    length = length or 8 * -(-max(map(len, ids)) // 8)
-    ids = [row[:length] for row in ids]
+    ids = [encoded.ids for encoded in tokenizer.encode_batch(sentences)]
+    length = 8 * -(-max(map(len, ids)) // 8)
     ids += [ids[-1]] * (-len(ids) % batch)
     tokens, mask = np.zeros((2, len(ids), length), np.int32)
     for i, row in enumerate(ids):

@@ -27,21 +27,23 @@ def show(results: dict[str, Any], console: rich.console.Console) -> None:
     meta, rows = results["meta"], results["rows"]
     dense = rows[0]
     table = rich.table.Table(
-        title=f"{meta['model']}, all projections pruned by magnitude, no retraining", box=rich.box.SIMPLE_HEAD
+        title=f"{meta['model']}, all projections pruned by magnitude, no retraining",
+        box=rich.box.SIMPLE_HEAD,
+        pad_edge=False,
     )
-    table.add_column("weights")
-    for name in ("cosine\nmean", "cosine\nmin", "same\nnearest", "projections\nMB", "file\nMB", "resident\nMB"):
-        table.add_column(name, justify="right")
+    table.add_column("weights", no_wrap=True)
+    for name in ("cosine\nmean", "\nmin", "same\nnearest", "layers\nMB", "file\nMB", "memory\nMB"):
+        table.add_column(name, justify="right", no_wrap=True)
     for size in _batches(dense):
-        table.add_column(f"batch {size}\nms", justify="right")
+        table.add_column(f"batch {size}\nms", justify="right", no_wrap=True)
 
     def bytes_cell(row, field):
-        share = "" if row is dense else f" ({row[field] / dense[field]:.0%})"
+        share = "" if row is dense else f"\n{row[field] / dense[field]:.0%}"
         return f"{row[field] / 1e6:.1f}{share}"
 
     def time_cell(row, size):
         median = row[f"batch_{size}_ms"]["median"]
-        gain = "" if row is dense else f" ({dense[f'batch_{size}_ms']['median'] / median:.2f}x)"
+        gain = "" if row is dense else f"\n{dense[f'batch_{size}_ms']['median'] / median:.2f}x"
         return f"{median:.1f}{gain}"
 
     for row in rows:
@@ -54,19 +56,24 @@ def show(results: dict[str, Any], console: rich.console.Console) -> None:
             *(time_cell(row, size) for size in _batches(dense)),
         )
     console.print(table)
-    calls = ", ".join(f"{dense[f'batch_{size}_ms']['calls']} for batch {size}" for size in _batches(dense))
-    console.print(
-        f"{meta['sentences']} sentences of the Python language reference, {meta['length']} tokens each (padded), "
-        f"{meta['precision']}.\n"
-        "cosine: of a sentence's embedding with its dense one.  same nearest: sentences whose nearest other sentence is "
-        "that of the dense model.\n"
-        "MB are 10^6 bytes, in brackets the share of dense.  projections: values, masks and biases of the pruned layers.  "
-        "file: safetensors of the whole encoder.  resident: all its arrays in memory; the embedding tables stay dense.\n"
-        f"ms: median time of one call of the jitted encoder in this process on {meta['device']}, all encoders in turn, "
-        f"after a first call that compiles ({calls} calls each); in brackets dense time over sparse time.\n",
-        soft_wrap=False,
-        highlight=False,
-    )
+    calls = " and ".join(f"{dense[f'batch_{size}_ms']['calls']}" for size in _batches(dense))
+    notes = {
+        "input": f"{meta['sentences']} sentences of Python's language reference, padded to {meta['length']} tokens",
+        "numbers": meta["precision"],
+        "cosine": "of a sentence's embedding with its dense embedding",
+        "same nearest": "sentences whose nearest other sentence is that of the dense model",
+        "MB": "10^6 bytes, below it the share of dense",
+        "layers": "values, masks and biases of the pruned projections",
+        "file": "safetensors file of the whole encoder",
+        "memory": "all arrays of the encoder; its embedding tables stay dense",
+        "ms": f"median time of a call of the jitted encoder in this process ({calls} calls), encoders in turn, after a "
+        f"call that compiles; below it dense time / sparse time; on {meta['device']}",
+    }
+    legend = rich.table.Table(box=None, show_header=False, pad_edge=False)
+    for name, text in notes.items():
+        legend.add_row(name, text)
+    console.print(legend)
+    console.print()
     example = results["example"]
     neighbours = rich.table.Table(
         title=f'nearest to: "{example["query"]}"', box=rich.box.SIMPLE_HEAD, title_justify="left"
@@ -125,6 +132,7 @@ def _plot_agreement(axis, rows: list[dict[str, Any]], sentences: int) -> None:
             ha="center",
             va="bottom",
             fontsize=9,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
         )
     low = min(min(row["cosines"]) for row in rows)
     axis.set_ylim(low - 0.35 * (1 - low), 1.0 + 0.03 * (1 - low))

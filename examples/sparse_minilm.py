@@ -14,7 +14,9 @@ import argparse
 import dataclasses
 import datetime
 import json
+import os
 import pathlib
+import platform
 import sys
 import tempfile
 import time
@@ -199,11 +201,20 @@ def measure(
     return variants
 
 
+def _device_name() -> str:
+    device = jax.devices()[0]
+    if device.platform != "cpu":
+        return device.device_kind
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{models[0] if models else platform.machine()}, {os.cpu_count()} CPUs"
+
+
 def summarise(variants: list[Variant], model: minilm.Model, sentences: list[str]) -> dict[str, Any]:
     """What the table, the plot and results.json show: numbers with their units in the names."""
     dense = variants[0]
     length = minilm.batches(model.tokenizer, sentences, 1)[0][0].shape[1]
-    device = jax.devices()[0]
     rows = []
     for variant in variants:
         row = {"name": variant.name, **agreement(dense.embeddings, variant.embeddings)}
@@ -224,9 +235,9 @@ def summarise(variants: list[Variant], model: minilm.Model, sentences: list[str]
     query = int(np.where(cosine < 0.95, cosine, -1).argmax())
     return {
         "meta": {
-            "model": model.path.parent.name if model.path.name == "model" else model.path.name,
+            "model": model.name,
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "device": f"{device.platform}: {device.device_kind}",
+            "device": _device_name(),
             "versions": {"jax": jax.__version__, "python": sys.version.split()[0]},
             "sentences": len(sentences),
             "length": length,

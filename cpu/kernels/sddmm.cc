@@ -3,6 +3,7 @@
 // A task owns (batch entry, one window, chunk of blocks). For every kept weight (k, c) the products of xT[k][:] and
 // gT[c][:] are summed lane by lane over a tile; a butterfly then adds up the lanes of a vector's worth of kept weights
 // at once. Sums over tiles are kept in scratch memory and added in the order of the tiles.
+#include "cpu/kernels/few_tokens.h"
 #include "cpu/kernels/tiling.h"
 
 namespace nmsparse {
@@ -133,6 +134,7 @@ Status RunSddmm(const Problem& problem, Parallel& parallel) {
 }  // namespace
 
 Status Sddmm(const Problem& problem, Parallel& parallel) {
+  if (const Status few = SddmmFewTokens(problem, parallel); few != Status::kUnsupported) return few;
   const DType dtype = problem.x.dtype;
   if (!IsResult(problem.result.dtype) || problem.g.dtype != dtype) return Status::kUnsupported;
   if (dtype == DType::kF64) return RunSddmm<double>(problem, parallel);

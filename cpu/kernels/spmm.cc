@@ -6,6 +6,7 @@
 // (batch entry, tile, chunk of columns) and keeps its yT in scratch memory (second-level cache) between steps. Every
 // element of y is summed in the order of k, whoever computes it.
 #include "cpu/kernels/epilogue.h"
+#include "cpu/kernels/few_tokens.h"
 #include "cpu/kernels/tiling.h"
 
 namespace nmsparse {
@@ -228,6 +229,7 @@ class TokenLanes {
 }  // namespace
 
 Status Spmm(const Problem& problem, Parallel& parallel) {
+  if (const Status few = SpmmFewTokens(problem, parallel); few != Status::kUnsupported) return few;
   if (!IsResult(problem.result.dtype)) return Status::kUnsupported;
   Status status = Status::kOk;
   const bool known = DispatchTypes(problem.x.dtype, problem.values.dtype, [&](auto acc, auto value) {

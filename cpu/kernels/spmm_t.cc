@@ -4,6 +4,7 @@
 // pass by once, gT [out_features][width] in registers:
 //   dxT[k][:] += v * gT[c][:]      over the kept weights (k, v) of column c
 // Columns of one block have the same k and are added together, so that dxT[k] is loaded and stored once for all.
+#include "cpu/kernels/few_tokens.h"
 #include "cpu/kernels/tiling.h"
 
 namespace nmsparse {
@@ -125,6 +126,7 @@ class TransposedTokenLanes {
 }  // namespace
 
 Status SpmmT(const Problem& problem, Parallel& parallel) {
+  if (const Status few = SpmmTFewTokens(problem, parallel); few != Status::kUnsupported) return few;
   if (!IsResult(problem.result.dtype)) return Status::kUnsupported;
   Status status = Status::kOk;
   const bool known = DispatchTypes(problem.g.dtype, problem.values.dtype, [&](auto acc, auto value) {

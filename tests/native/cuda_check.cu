@@ -1,6 +1,6 @@
 // Checks the CUDA kernels against a float64 reference on the host, without Python or XLA, and times them.
 //
-//   cuda_check [--quick] [--times] [--kernel NAME]... [--op spmm|spmm_t|sddmm]...
+//   cuda_check [--quick] [--every N] [--times] [--kernel NAME]... [--op spmm|spmm_t|sddmm]...
 //
 // Every kernel of cuda/kernels.h runs on the same problems (Problems() below): all patterns, dtype pairs and result
 // dtypes, ragged sizes, tails, batches, epilogues, unaligned buffers, NaN and infinities, masks with surplus or missing
@@ -8,7 +8,8 @@
 //   * the result, its surroundings and the workspace are poisoned with NaN first; the surroundings must stay poisoned;
 //   * the launch runs twice, directly and captured into a CUDA graph: the bits must agree;
 //   * where the reference is exact (data are multiples of 1/4, so every float32 sum is exact) the result must be exact.
-// Exits with 0 when everything passed. --quick is a small set for compute-sanitizer.
+// Exits with 0 when everything passed. --quick is a small set for compute-sanitizer, --every N takes
+// every Nth problem of a set (racecheck is slow).
 //
 // Built by the CMake target `cuda_check`, which is not part of an ordinary build.
 #include <cuda_runtime.h>
@@ -227,6 +228,7 @@ void Time(const Kernel& kernel, Op op, Device& device) {
 
 int Main(int argc, char** argv) {
   bool quick = false, times = false;
+  size_t every = 1;
   std::vector<std::string> kernels, ops;
   for (int i = 1; i < argc; ++i) {
     const std::string flag = argv[i];
@@ -234,12 +236,15 @@ int Main(int argc, char** argv) {
       quick = true;
     } else if (flag == "--times") {
       times = true;
+    } else if (flag == "--every" && i + 1 < argc) {
+      every = std::max(1, std::atoi(argv[++i]));
     } else if (flag == "--kernel" && i + 1 < argc) {
       kernels.push_back(argv[++i]);
     } else if (flag == "--op" && i + 1 < argc) {
       ops.push_back(argv[++i]);
     } else {
-      std::fprintf(stderr, "usage: cuda_check [--quick] [--times] [--kernel NAME]... [--op spmm|spmm_t|sddmm]...\n");
+      std::fprintf(
+          stderr, "usage: cuda_check [--quick] [--every N] [--times] [--kernel NAME]... [--op spmm|spmm_t|sddmm]...\n");
       return 2;
     }
   }
@@ -258,7 +263,9 @@ int Main(int argc, char** argv) {
                            : std::vector(std::begin(cuda::kSddmmKernels), std::end(cuda::kSddmmKernels));
     std::vector<int> passed(table.size()), declined(table.size()), failed(table.size());
     std::mt19937 random(99);
-    for (const Case& c : Problems(op, quick)) {
+    const std::vector<Case> problems = Problems(op, quick);
+    for (size_t i = 0; i < problems.size(); i += every) {
+      const Case& c = problems[i];
       const Instance instance = MakeInstance(c, random);
       for (size_t k = 0; k < table.size(); ++k) {
         if (!wanted(kernels, table[k].name)) continue;
