@@ -32,7 +32,7 @@ def _cusparselt(case: Case, x: jax.Array, w: nms.NMSparse) -> float | None:
     if case.pattern != "2:4" or case.dtype != "bfloat16" or jax.default_backend() != "gpu":
         return None
     try:
-        import torch  # noqa: PLC0415  (an optional peer, not a dependency)
+        import torch  # noqa: PLC0415  # pyright: ignore[reportMissingImports]  (an optional peer)
     except ImportError:
         return None
 

@@ -73,20 +73,18 @@ def functions(case: Case, implementation: str | None = None):
     kx, kg = jax.random.split(_key(case))
     x = jax.random.normal(kx, (case.tokens, k), jnp.float32).astype(dtype)
     g = jax.random.normal(kg, (case.tokens, n), jnp.float32).astype(dtype)
-    options = {"precision": precision, "implementation": implementation}
-    if case.op == "spmm":
-        return x, lambda x, w: nms.spmm(x, w, **options), lambda x, w: jnp.dot(x, w, precision=precision)
+
+    def spmm(x, w):
+        return nms.spmm(x, w, transpose=case.op == "spmm_t", precision=precision, implementation=implementation)
+
+    def sddmm(xg, w):
+        return nms.sddmm(xg[0], xg[1], w, precision=precision, implementation=implementation)
+
+    if case.op == "sddmm":
+        return (x, g), sddmm, lambda xg, w: jnp.dot(xg[0].T, xg[1], precision=precision)
     if case.op == "spmm_t":
-        return (
-            g,
-            lambda g, w: nms.spmm(g, w, transpose=True, **options),
-            lambda g, w: jnp.dot(g, w.T, precision=precision),
-        )
-    return (
-        (x, g),
-        lambda xg, w: nms.sddmm(*xg, w, **options),
-        lambda xg, w: jnp.dot(xg[0].T, xg[1], precision=precision),
-    )
+        return g, spmm, lambda g, w: jnp.dot(g, w.T, precision=precision)
+    return x, spmm, lambda x, w: jnp.dot(x, w, precision=precision)
 
 
 def _relative_error(case: Case, inputs, call, w: nms.NMSparse) -> float:
@@ -183,24 +181,26 @@ def metadata(suite_name: str, sources: str) -> dict:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.run", description="Runs a benchmark suite and writes one JSON file."
+    )
     parser.add_argument("--suite", choices=SUITES, required=True)
-    parser.add_argument("--out", type=pathlib.Path, help="JSON file (default: results/<device>/<date>-<sha>-<suite>.json)")
+    parser.add_argument(
+        "--out", type=pathlib.Path, help="JSON file (default: results/<device>/<date>-<sha>-<suite>.json)"
+    )
     parser.add_argument("--match", default="", help="only cases whose description matches this regular expression")
     parser.add_argument("--peers", action="store_true", help="also jax BCOO, and cuSPARSELt where PyTorch is installed")
     parser.add_argument("--revision", default=revision())
     options = parser.parse_args(arguments)
     cases = [c for c in suite(options.suite) if re.search(options.match, str(c))]
     result = {"meta": metadata(options.suite, options.revision), "rows": []}
-    out = options.out or RESULTS / device_name() / (
-        f"{datetime.date.today()}-{options.revision}-{options.suite}.json"
-    )
+    out = options.out or RESULTS / device_name() / (f"{datetime.date.today()}-{options.revision}-{options.suite}.json")
     out.parent.mkdir(parents=True, exist_ok=True)
     for i, case in enumerate(cases, 1):
         row = run_case(case, options.peers)
         result["rows"].append(row)
         print(
-            f"{i}/{len(cases)} {row['op']:<6} {row['pattern']:>5} {row['block']:>5} {row['dtype']:>8} t={row['tokens']:<4} "
+            f"{i}/{len(cases)} {row['op']:<6} {row['pattern']:>5} {row['block']:>5} {row['dtype']} t={row['tokens']} "
             f"{row['in_features']}x{row['out_features']} {row['kernel']}: {row['time_us']:.1f} us, dense "
             f"{row['dense_us']:.1f} ({row['dense_us'] / row['time_us']:.2f}x), floor {row['floor_us']}",
             flush=True,

@@ -87,7 +87,19 @@ def full(run: dict) -> str:
         ]
         for row in run["rows"]
     ]
-    header = ["op", "dtype", "pattern", "tokens", "in x out", "kernel", "us", "dense us", "ratio", "floor us", "peers us"]
+    header = [
+        "op",
+        "dtype",
+        "pattern",
+        "tokens",
+        "in x out",
+        "kernel",
+        "us",
+        "dense us",
+        "ratio",
+        "floor us",
+        "peers us",
+    ]
     return _table(header, rows) + "\n" + _provenance(run) + "\n"
 
 

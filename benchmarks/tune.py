@@ -32,10 +32,16 @@ def cases() -> list[Case]:
     many = [(4096, 4096), (8192, 8192)]
     ew, vw = ("2:4", "16:32", "8:32", "3:32"), ("16:32", "8:32", "4:32")
     result = [Case("spmm", p, EW, "bfloat16", t, s) for t in (1, 8, 16, 32, 64) for p in ew for s in few]
-    result += [Case("spmm", p, b, "bfloat16", t, s) for t in (1, 16, 64, 128) for b in (VW128,) for p in vw for s in few]
+    result += [
+        Case("spmm", p, b, "bfloat16", t, s) for t in (1, 16, 64, 128) for b in (VW128,) for p in vw for s in few
+    ]
     result += [Case("spmm", p, EW, "bfloat16", t, s) for t in (256, 4096) for p in ew[:3] for s in many]
     result += [
-        Case("spmm", p, b, "bfloat16", t, s) for t in (256, 1024, 4096) for b in (VW128, VW64, BW64) for p in vw for s in many
+        Case("spmm", p, b, "bfloat16", t, s)
+        for t in (256, 1024, 4096)
+        for b in (VW128, VW64, BW64)
+        for p in vw
+        for s in many
     ]
     result += [
         Case("spmm", p, EW, "float32", t, s, precision)

@@ -145,6 +145,40 @@ cudaError_t LaunchTiles(const Problem& problem, const Tuning& tuning, int multip
   return cudaLaunchKernelEx(&config, ManyTokens<C>, a);
 }
 
+template <class T>
+cudaError_t LaunchFor(const Problem& problem, int multiprocessors, cudaStream_t stream) {
+  const Geometry& g = problem.geometry;
+  const bool boxes = g.bk >= kMmaDepth;
+  Tuning tuning;
+  tuning.max_rows = kMaxRows;
+  if (g.bn % 128 != 0) {
+    return boxes ? LaunchTiles<Config<T, 1, 256, Gather::kBoxes, 1>>(problem, tuning, multiprocessors, stream)
+                 : LaunchTiles<Config<T, 1, 256, Gather::kLanes, 1>>(problem, tuning, multiprocessors, stream);
+  }
+  return boxes ? LaunchTiles<Config<T, 2, 256, Gather::kBoxes, 1>>(problem, tuning, multiprocessors, stream)
+               : LaunchTiles<Config<T, 2, 256, Gather::kLanes, 1>>(problem, tuning, multiprocessors, stream);
+}
+
 }  // namespace
 }  // namespace block
+
+cudaError_t BlockWgmmaSpmm(const Problem& problem, cudaStream_t stream) {
+  const Geometry& g = problem.geometry;
+  if (!block::Supports(problem)) return cudaErrorNotSupported;
+  int device = 0, major = 0, minor = 0, multiprocessors = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  const auto read = [&](cudaDeviceAttr attribute, int* value) {
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(value, attribute, device);
+  };
+  read(cudaDevAttrComputeCapabilityMajor, &major);
+  read(cudaDevAttrComputeCapabilityMinor, &minor);
+  read(cudaDevAttrMultiProcessorCount, &multiprocessors);
+  if (error != cudaSuccess) return error;
+  if (major != 9 || minor != 0) return cudaErrorNotSupported;  // wgmma exists there alone
+  if (g.batch == 0 || g.tokens == 0 || g.out_features == 0) return cudaSuccess;
+  return problem.values.dtype == DType::kBF16
+             ? block::LaunchFor<__nv_bfloat16>(problem, multiprocessors, stream)
+             : block::LaunchFor<__half>(problem, multiprocessors, stream);
+}
+
 }  // namespace nmsparse::cuda

@@ -82,7 +82,7 @@ struct Arguments {
   int32_t stages_per_window;  // 1 where a stage takes several windows
   int32_t run_rows;           // consecutive rows of x that one unit brings to a stage
   int32_t stages_per_unit;    // bk / run_rows
-  // Lists: one entry per row (lanes) or per unit (boxes) of a stage; rows that no unit fills keep their first entry, zero.
+  // Lists: one entry per row (lanes) or per unit (boxes) of a stage; rows that no unit fills keep the entry they start with, zeros.
   int32_t entries_per_unit;
   int32_t entries_per_stage;
   int32_t entries_per_group;  // a group of windows: the windows of a stage, or one window of several stages
@@ -296,18 +296,20 @@ class Producer {
   // Four warps copy 16 rows in a round, kRowsPerPass rows of each warp at once, so that the swizzle phase of a lane's
   // row (row % 8) takes at most two values. `left`: tokens from the lane's first one to the end.
   __device__ void GatherLanes(const T* x, int left, const uint32_t* list) {
-    const uint32_t pitch = static_cast<uint32_t>(a_.geometry.tokens) * sizeof(T);
-    const int piece = lane_ % kLanesPerRow;
-    const int first = warp_ * kRowsPerPass + lane_ / kLanesPerRow;
     constexpr int kPasses = 4 / kRowsPerPass;  // of a round
     constexpr int kFar = kPieces / kLanesPerRow;
+    const int piece = lane_ % kLanesPerRow;
+    const int first = warp_ * kRowsPerPass + lane_ / kLanesPerRow;
+    // Lanes beyond the last token copy nothing, and point at the tensor's first element.
     const char* from[kFar];
-    uint32_t bytes[kFar];
+    uint32_t pitch[kFar], bytes[kFar];
 #pragma unroll
     for (int far = 0; far < kFar; ++far) {
       const int skip = far * kWarpSize * kTokensPerPiece;
-      bytes[far] = skip < left ? 16 : 0;
-      from[far] = reinterpret_cast<const char*>(skip < left ? x + skip : static_cast<const T*>(a_.x_data));
+      const bool inside = skip < left;
+      from[far] = reinterpret_cast<const char*>(inside ? x + skip : static_cast<const T*>(a_.x_data));
+      pitch[far] = inside ? static_cast<uint32_t>(a_.geometry.tokens) * sizeof(T) : 0;
+      bytes[far] = inside ? 16 : 0;
     }
     const uint32_t to = shared_.Inputs(at_.slot) + piece / 8 * shared_.ChunkBytes() + first * kLineBytes;
     for (int row = 0; row < a_.rows; row += 16) {
@@ -319,11 +321,10 @@ class Producer {
         constexpr uint32_t kPhases = 8;
         const uint32_t swizzled = (piece ^ (first + i * 4 * kRowsPerPass)) % kPhases * 16;
         const uint32_t line = to + (row + i * 4 * kRowsPerPass) * kLineBytes + swizzled;
-        const uint64_t offset = static_cast<uint64_t>(entry[i] & ~C::kZero) * pitch;
+        const uint32_t source_row = entry[i] & ~C::kZero;
 #pragma unroll
         for (int far = 0; far < kFar; ++far) {
-          CopyAsync16(line + far * (kWarpSize / 8) * shared_.ChunkBytes(), from[far] + (bytes[far] ? offset : 0),
-                      entry[i] & C::kZero ? 0 : bytes[far]);
+          CopyAsync16(line + far * (kWarpSize / 8) * shared_.ChunkBytes(), from[far] + static_cast<uint64_t>(source_row) * pitch[far], entry[i] & C::kZero ? 0 : bytes[far]);
         }
       }
     }
@@ -524,7 +525,9 @@ __global__ void __launch_bounds__(C::kThreads, 1) ManyTokens(const __grid_consta
     BarrierInitFence();
   }
   uint32_t* const lists = reinterpret_cast<uint32_t*>(storage + (shared.Lists() - shared.base));
-  for (int i = threadIdx.x; i < 2 * C::kListEntries; i += C::kThreads) lists[i] = C::kZero;
+  for (int i = threadIdx.x; i < 2 * C::kListEntries; i += C::kThreads) {
+    lists[i] = C::kGather == Gather::kLanes ? C::kZero : static_cast<uint32_t>(a.geometry.in_features);
+  }
   // Rows of a stage that no unit fills.
   const int tail_words = (a.rows - a.filled_rows) * kLineBytes / 4;
   for (int chunk = 0; tail_words > 0 && chunk < a.slots * (C::kOutChunks + C::kTokenChunks); ++chunk) {

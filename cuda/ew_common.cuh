@@ -74,12 +74,6 @@ __device__ __forceinline__ uint32_t BitFromTop(int distance) {
   return bit;
 }
 
-// The widest load (bytes, at most 16) to which a column of `bytes` is always aligned, wherever it begins in the array.
-__host__ __device__ constexpr int ColumnAlignment(int bytes) {
-  const int power = bytes & -bytes;
-  return power < 16 ? power : 16;
-}
-
 // ------------------------------------------------------------------------------------------------------------ clusters
 // Split-K: the thread blocks of a cluster share a column block and divide the windows. Without clusters (before
 // sm_90) launchers ask for one split, and these compile to nothing.
@@ -108,6 +102,21 @@ __device__ __forceinline__ uint32_t LoadFromCluster(uint32_t shared, uint32_t ra
 #endif
 }
 
+// Results of any dtype with any epilogue, out of the way of the instruction cache.
+template <class Acc>
+__device__ __noinline__ void StoreAnyOutput(const Problem& problem, int64_t index, int64_t feature, Acc v) {
+  StoreWithEpilogue(problem, index, feature, v);
+}
+
+template <class Acc>
+__device__ __forceinline__ void StoreOutput(const Problem& problem, int64_t index, int64_t feature, Acc v) {
+  if (std::is_same_v<Acc, float> && problem.result.dtype == DType::kBF16 && IsIdentity(problem.epilogue)) {
+    static_cast<__nv_bfloat16*>(problem.result.data)[index] = __float2bfloat16_rn(static_cast<float>(v));
+  } else {
+    StoreAnyOutput(problem, index, feature, v);
+  }
+}
+
 // Sums the blocks' partial [C::kTokens][C::kColumns] over the cluster, each block a share of the elements, and stores y.
 template <class C>
 __device__ __forceinline__ void StorePartials(const Problem& problem, const float* partial, int64_t first_column,
@@ -134,8 +143,8 @@ __device__ __forceinline__ void StorePartials(const Problem& problem, const floa
     }
     const int64_t token = i / C::kColumns, column = first_column + i % C::kColumns;
     if (column < geometry.out_features) {
-      StoreWithEpilogue(problem, (batch * geometry.tokens + token) * geometry.out_features + column,
-                        batch * geometry.out_features + column, total);
+      StoreOutput(problem, (batch * geometry.tokens + token) * geometry.out_features + column,
+                  batch * geometry.out_features + column, total);
     }
   }
   if (splits > 1) {

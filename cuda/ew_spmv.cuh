@@ -1,4 +1,4 @@
-// One to three tokens, element-wise weights: bytes decide, so CUDA cores multiply per kept element.
+// One to four tokens, element-wise weights: bytes decide, so CUDA cores multiply per kept element.
 //
 //   y[token, c] = sum over windows w, kept rows k of (w, c):  x[token, 32 w + k] * value
 //
@@ -6,252 +6,199 @@
 // of a window are the 32 banks, so lanes at different k meet different banks and lanes at the same k share one read.
 // The walk starts at both ends of the word at once (two short dependent chains instead of one long one).
 //
-// Layouts. values [windows, out_features, q]: the q kept values of a column are contiguous, and the 32 columns of a warp
-// are one contiguous run per window. mask [windows, out_features].
-// A block owns 32 columns and one of `gridDim.y` equal shares of the windows; its warps take the windows in turn.
+// Layouts. values [windows, out_features, q]: a lane reads the q * size contiguous bytes of its column, aligned by
+// construction to the largest power of two in them; the 32 columns of a warp are one contiguous run. mask [windows,
+// out_features]. A block owns 32 columns and one of `gridDim.y` equal shares of the windows; its warps take the windows
+// in turn, kUnroll at a time, and ask for the next ones before they multiply: many warps with few bytes each in flight.
 //
 // Shared memory, bytes:
-//   0                16                     words before x, so that the position -1 of a corrupt mask stays inside
-//   16               4 * kTokens * rows     x of the chunk of windows at hand, as accumulators, [token][row]
-//   then             kWarps * kStages * C::kStageBytes   the warps' rings: [values of 32 columns][32 mask words]
-//   reused at the end: kWarps * kTokens * 32 partial sums.
-// Synchronisation: a warp's ring is private: cp.async groups and __syncwarp. x: one barrier after it is staged (the
-// first stages of weights are then already on their way), two per further chunk. Sums are added over warps and over the
-// blocks of the cluster in ascending order.
+//   0     16                        zeros before x, so that the position -1 of a corrupt mask stays inside
+//   16    4 * kTokens * rows        x of the chunk of windows at hand, as accumulators, [token][row]
+//   then  4 * kWarps * kTokens * 32 partial sums
+// Synchronisation: one barrier after x is staged (the first weights are then on their way already), two per further
+// chunk, one before the sums are added, over warps and then over the blocks of the cluster, in ascending order.
 #ifndef JAX_NMSPARSE_CUDA_EW_SPMV_CUH_
 #define JAX_NMSPARSE_CUDA_EW_SPMV_CUH_
 
-#include "cuda/ew_common.cuh"
+#include "cuda/ew_kept.cuh"
 
 namespace nmsparse::cuda::ew {
 
 // kQ = 0: q is known at run time only.
-template <class Value_, class Acc_, int kQ_, int kTokens_, int kWarps_, int kStages_>
+template <class Value_, class Acc_, int kQ_, int kTokens_, int kWarps_, int kUnroll_>
 struct SpmvConfig {
   using Value = Value_;
   using Acc = Acc_;
-  static constexpr int kQ = kQ_, kTokens = kTokens_, kWarps = kWarps_, kStages = kStages_;
+  static constexpr int kQ = kQ_, kTokens = kTokens_, kWarps = kWarps_, kUnroll = kUnroll_;
   static constexpr int kColumns = kWarpSize;
-  static constexpr int kLargestQ = kQ > 0 ? kQ : kWindow - 1;
-  static constexpr int kColumnBytes = kQ * static_cast<int>(sizeof(Value));
-  static constexpr int kStageBytes = kColumns * (kLargestQ * static_cast<int>(sizeof(Value)) + 4);
-  static constexpr int kRingBytes = kWarps * kStages * kStageBytes;
   static constexpr int kLead = 16;
-  // 16-byte pieces of a column that would meet the same banks in 8 neighbouring lanes are exchanged (Swizzle).
-  static constexpr int kPieces = kColumnBytes % 16 == 0 ? kColumnBytes / 16 : 0;
-  static constexpr bool kSwizzled = kPieces == 2 || kPieces == 4;
-  static_assert(kStageBytes % 16 == 0, "stages begin at 16-byte boundaries");
-  static_assert(kRingBytes >= kWarps * kTokens * kColumns * 4, "the partial sums fit where the rings were");
+  static constexpr int kSumsBytes = 4 * kWarps * kTokens * kColumns;
   static_assert(sizeof(Acc) == 4, "x is staged as one bank word per row");
+  static_assert(kTokens <= kWarps, "a warp adds up the sums of one token");
 
   static __host__ __device__ int64_t SharedBytes(int64_t chunk_windows) {
-    return kLead + int64_t{4} * kTokens * kWindow * chunk_windows + kRingBytes;
-  }
-  // Offset inside a stage of byte `offset` of the run of 32 columns.
-  static __device__ __forceinline__ int Swizzle(int offset) {
-    if constexpr (kSwizzled) return offset ^ ((offset >> 7 & (kPieces - 1)) << 4);
-    return offset;
+    return kLead + int64_t{4} * kTokens * kWindow * chunk_windows + kSumsBytes;
   }
 };
 
 struct SpmvPlan {
   int32_t split_windows;  // windows per block
   int32_t chunk_windows;  // of which x is staged at a time
-  int32_t copy_bytes;     // 16, 8 or 4: what every run of 32 columns is aligned to; less: copied by elements
 };
 
-// Bytes [0, bytes) of a run of columns into a stage. `bytes` is a multiple of kBytes.
-template <class C, int kBytes>
-__device__ __forceinline__ void CopyRun(uint32_t stage, const char* run, int bytes, int lane) {
-  if constexpr (C::kQ > 0) {
-    constexpr int kWhole = C::kColumns * C::kColumnBytes;
+// Rows [0, rows) of one token to shared memory; rows from `present` on are zeros.
+template <class Acc, class X>
+__device__ __forceinline__ void StageRow(const X* row, int rows, int present, Acc* staged) {
+  constexpr int kVector = 16 / sizeof(X);
+  if (present == rows && reinterpret_cast<uintptr_t>(row) % 16 == 0) {
+    for (int i = threadIdx.x * kVector; i < rows; i += blockDim.x * kVector) {
+      const uint4 raw = __ldg(reinterpret_cast<const uint4*>(row + i));
+      X part[kVector];
+      memcpy(part, &raw, 16);
 #pragma unroll
-    for (int i = 0; i < kWhole; i += kWarpSize * kBytes) {
-      const int offset = i + lane * kBytes;
-      if (offset < bytes) CopyAsync<kBytes>(stage + C::Swizzle(offset), run + offset);
+      for (int j = 0; j < kVector; j += 4) {
+        Acc wide[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) wide[k] = ToAccumulator<Acc>(part[j + k]);
+        uint4 quad;
+        memcpy(&quad, wide, 16);
+        *reinterpret_cast<uint4*>(staged + i + j) = quad;
+      }
     }
   } else {
-    for (int offset = lane * kBytes; offset < bytes; offset += kWarpSize * kBytes) {
-      CopyAsync<kBytes>(stage + offset, run + offset);
-    }
+    for (int i = threadIdx.x; i < rows; i += blockDim.x) staged[i] = i < present ? ToAccumulator<Acc>(row[i]) : Acc(0);
   }
 }
 
-// The values of one column from shared memory, widest aligned loads first.
-template <class C>
-__device__ __forceinline__ void LoadColumn(const char* stage, int lane, typename C::Value (&values)[C::kLargestQ]) {
-  constexpr int kBytes = ColumnAlignment(C::kColumnBytes);
-  char* out = reinterpret_cast<char*>(values);
-#pragma unroll
-  for (int i = 0; i < C::kColumnBytes; i += kBytes) {
-    const char* in = stage + C::Swizzle(lane * C::kColumnBytes + i);
-    if constexpr (kBytes == 16) {
-      const uint4 raw = *reinterpret_cast<const uint4*>(in);
-      memcpy(out + i, &raw, 16);
-    } else if constexpr (kBytes == 8) {
-      const uint2 raw = *reinterpret_cast<const uint2*>(in);
-      memcpy(out + i, &raw, 8);
-    } else if constexpr (kBytes == 4) {
-      const uint32_t raw = *reinterpret_cast<const uint32_t*>(in);
-      memcpy(out + i, &raw, 4);
-    } else if constexpr (kBytes == 2) {
-      const uint16_t raw = *reinterpret_cast<const uint16_t*>(in);
-      memcpy(out + i, &raw, 2);
-    } else {
-      out[i] = *in;
-    }
-  }
+// The rare dtypes of x, out of the way of the instruction cache.
+template <class Acc>
+__device__ __noinline__ void StageRowOfAnyType(const void* x, DType dtype, int64_t first, int rows, int present,
+                                               Acc* staged) {
+  WithInputType<Acc>(dtype, [&](auto zero) {
+    StageRow(static_cast<const decltype(zero)*>(x) + first, rows, present, staged);
+  });
 }
 
 template <class C>
-__device__ __forceinline__ void MultiplyKept(typename C::Acc weight, const char* x, int64_t token_bytes, int row,
-                                             typename C::Acc (&sum)[C::kTokens]) {
-  const char* at = x + row * 4;
-#pragma unroll
+__device__ __forceinline__ void StageChunk(const Problem& problem, int64_t batch, int64_t window, int windows,
+                                           int64_t stride, typename C::Acc* x) {
+  using Acc = typename C::Acc;
+  const Geometry& geometry = problem.geometry;
+  const int rows = windows * kWindow;
+#pragma unroll 1
   for (int token = 0; token < C::kTokens; ++token) {
-    sum[token] += weight * *reinterpret_cast<const typename C::Acc*>(at + token * token_bytes);
+    const int64_t row = window * kWindow, left = token < geometry.tokens ? geometry.in_features - row : 0;
+    const int present = static_cast<int>(max(int64_t{0}, min(int64_t{rows}, left)));
+    const int64_t first = (batch * geometry.tokens + min(int64_t{token}, geometry.tokens - 1)) * geometry.in_features + row;
+    Acc* staged = x + token * stride;
+    if (std::is_same_v<Acc, float> && problem.x.dtype == DType::kBF16) {
+      StageRow(static_cast<const __nv_bfloat16*>(problem.x.data) + first, rows, present, staged);
+    } else {
+      StageRowOfAnyType<Acc>(problem.x.data, problem.x.dtype, first, rows, present, staged);
+    }
   }
 }
 
 template <class C>
-__global__ void __launch_bounds__(kWarpSize* C::kWarps) SpmvKernel(const Problem problem, const SpmvPlan plan) {
+__device__ __forceinline__ void MultiplyKept(typename C::Acc weight, const typename C::Acc* x, int64_t stride, int row,
+                                             typename C::Acc (&sum)[C::kTokens]) {
+#pragma unroll
+  for (int token = 0; token < C::kTokens; ++token) sum[token] += weight * x[token * stride + row];
+}
+
+template <class C>
+__global__ void __launch_bounds__(kWarpSize* C::kWarps, C::kQ > 0 && C::kWarps * C::kTokens <= 8 ? 4 : 1)
+    SpmvKernel(const Problem problem, const SpmvPlan plan) {
   using Value = typename C::Value;
   using Acc = typename C::Acc;
   extern __shared__ __align__(16) char shared[];
   const Geometry& geometry = problem.geometry;
-  const int lane = threadIdx.x % kWarpSize;
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / kWarpSize, 0);
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  const int64_t out = geometry.out_features, batch = blockIdx.z;
+  const int64_t column = int64_t{blockIdx.x} * C::kColumns + lane;
+  const int first = blockIdx.y * plan.split_windows;
+  const int last = static_cast<int>(min(int64_t{first} + plan.split_windows, geometry.windows));
   const int q = C::kQ > 0 ? C::kQ : geometry.q;
-  const int64_t column = int64_t{blockIdx.x} * C::kColumns;
-  const int columns = static_cast<int>(min(int64_t{C::kColumns}, geometry.out_features - column));
-  const int64_t batch = blockIdx.z;
-  const int64_t row_bytes = geometry.out_features * q * static_cast<int64_t>(sizeof(Value));
 
-  const char* values = static_cast<const char*>(problem.values.data) +
-                       (batch * geometry.windows * geometry.out_features + column) * q * int64_t{sizeof(Value)};
-  const uint32_t* mask = problem.mask + batch * geometry.windows * geometry.out_features + column;
-  const int64_t first = int64_t{blockIdx.y} * plan.split_windows;
-  const int64_t last = min(first + plan.split_windows, geometry.windows);
+  // A column beyond the last is read as the last and not stored.
+  const int64_t origin = (batch * geometry.windows + first + warp) * out + min(column, out - 1);
+  const uint32_t* mask = problem.mask + origin;
+  const char* values = static_cast<const char*>(problem.values.data) + origin * q * sizeof(Value);
+  const int64_t mask_step = C::kWarps * out, values_step = mask_step * q * static_cast<int64_t>(sizeof(Value));
 
-  char* x = shared + C::kLead;
-  const int64_t token_bytes = int64_t{plan.chunk_windows} * kWindow * 4;
-  char* ring = x + C::kTokens * token_bytes + warp * C::kStages * C::kStageBytes;
-  constexpr int kMaskOffset = C::kStageBytes - 4 * C::kColumns;
-
-  auto load_stage = [&](int64_t window, int slot) {
-    if (window < last) {
-      char* stage = ring + slot * C::kStageBytes;
-      const uint32_t at = SharedAddress(stage);
-      const char* run = values + window * row_bytes;
-      const int bytes = columns * q * static_cast<int>(sizeof(Value));
-      if (plan.copy_bytes == 16) {
-        CopyRun<C, 16>(at, run, bytes, lane);
-      } else if (plan.copy_bytes == 8) {
-        CopyRun<C, 8>(at, run, bytes, lane);
-      } else if (plan.copy_bytes == 4) {
-        CopyRun<C, 4>(at, run, bytes, lane);
-      } else {
-        for (int i = lane; i < columns * q; i += kWarpSize) {
-          const int offset = i * static_cast<int>(sizeof(Value));
-          *reinterpret_cast<Value*>(stage + C::Swizzle(offset)) = *reinterpret_cast<const Value*>(run + offset);
+  using Column = KeptColumn<Value, C::kQ == 0 ? 1 : C::kQ>;
+  Column next[C::kUnroll];
+  uint32_t next_bits[C::kUnroll];
+  const char* next_values[C::kUnroll];  // kQ = 0: read when multiplied
+  auto load = [&](int window) {
+#pragma unroll
+    for (int u = 0; u < C::kUnroll; ++u) {
+      if (window + u * C::kWarps < last) {
+        next_bits[u] = __ldg(mask);
+        if constexpr (C::kQ > 0) {
+          next[u].template Load<true>([&](int offset) { return values + offset; });
+        } else {
+          next_values[u] = values;
         }
       }
-      if (lane < columns) CopyAsync<4>(at + kMaskOffset + lane * 4, mask + window * geometry.out_features + lane);
+      mask += mask_step;
+      values += values_step;
     }
-    CommitCopies();
   };
+  int window = first + warp;
+  load(window);
 
-  int64_t next = first + warp;  // the next window to ask for
-  int fill = 0, slot = 0;
-#pragma unroll 1
-  for (int i = 0; i < C::kStages - 1; ++i) {
-    load_stage(next, fill);
-    next += C::kWarps;
-    fill = fill + 1;
-  }
+  Acc* x = reinterpret_cast<Acc*>(shared + C::kLead);
+  const int64_t stride = int64_t{plan.chunk_windows} * kWindow;
+  Acc* sums = x + C::kTokens * stride;
+  if (threadIdx.x < C::kLead / 4) reinterpret_cast<Acc*>(shared)[threadIdx.x] = 0;
 
   Acc high[C::kTokens] = {}, low[C::kTokens] = {};
-  int64_t window = first + warp;
-  for (int64_t chunk = first; chunk < last; chunk += plan.chunk_windows) {
-    const int64_t chunk_end = min(chunk + plan.chunk_windows, last);
+  for (int chunk = first; chunk < last; chunk += plan.chunk_windows) {
+    const int chunk_end = min(chunk + plan.chunk_windows, last);
     if (chunk != first) __syncthreads();
-    WithInputType<Acc>(problem.x.dtype, [&](auto zero) {
-      using X = decltype(zero);
-      const X* source = static_cast<const X*>(problem.x.data) + batch * geometry.tokens * geometry.in_features;
-      const int64_t row0 = chunk * kWindow;
-      const int rows = static_cast<int>(chunk_end - chunk) * kWindow;
+    StageChunk<C>(problem, batch, chunk, chunk_end - chunk, stride, x);
+    __syncthreads();
+
+    // The plan makes chunks whole numbers of kWarps * kUnroll windows, but for the last.
+    for (; window < chunk_end; window += C::kWarps * C::kUnroll) {
+      Column kept[C::kUnroll];
+      uint32_t bits[C::kUnroll];
+      const char* kept_values[C::kUnroll];
 #pragma unroll
-      for (int token = 0; token < C::kTokens; ++token) {
-        Acc* staged = reinterpret_cast<Acc*>(x + token * token_bytes);
-        const X* row = source + token * geometry.in_features + row0;
-        const bool whole = token < geometry.tokens && row0 + rows <= geometry.in_features;
-        constexpr int kVector = 16 / sizeof(X);
-        if (whole && reinterpret_cast<uintptr_t>(row) % 16 == 0) {
-#pragma unroll 2
-          for (int i = threadIdx.x * kVector; i < rows; i += blockDim.x * kVector) {
-            const uint4 raw = *reinterpret_cast<const uint4*>(row + i);
-            X part[kVector];
-            memcpy(part, &raw, 16);
-            Acc wide[kVector];
+      for (int u = 0; u < C::kUnroll; ++u) kept[u] = next[u], bits[u] = next_bits[u], kept_values[u] = next_values[u];
+      load(window + C::kWarps * C::kUnroll);
 #pragma unroll
-            for (int j = 0; j < kVector; ++j) wide[j] = ToAccumulator<Acc>(part[j]);
+      for (int u = 0; u < C::kUnroll; ++u) {
+        if (window + u * C::kWarps >= last) break;
+        const Acc* rows = x + (window + u * C::kWarps - chunk) * kWindow;
+        if constexpr (C::kQ > 0) {
+          kept[u].Prepare();
+          uint32_t reversed = __brev(bits[u]);
 #pragma unroll
-            for (int j = 0; j < kVector; j += 4) {
-              uint4 quad;
-              memcpy(&quad, wide + j, 16);
-              *reinterpret_cast<uint4*>(staged + i + j) = quad;
+          for (int j = 0; j < (C::kQ + 1) / 2; ++j) {
+            const int top = HighestBit(bits[u]);
+            bits[u] ^= Bit(top);
+            MultiplyKept<C>(kept[u].template At<Acc>(C::kQ - 1 - j), rows, stride, top, high);
+            if (j < C::kQ / 2) {
+              const int bottom = LeadingZeros(reversed);
+              reversed ^= BitFromTop(bottom);
+              MultiplyKept<C>(kept[u].template At<Acc>(j), rows, stride, bottom, low);
             }
           }
         } else {
-          for (int i = threadIdx.x; i < rows; i += blockDim.x) {
-            const bool inside = token < geometry.tokens && row0 + i < geometry.in_features;
-            staged[i] = inside ? ToAccumulator<Acc>(row[i]) : Acc(0);
+          const Value* column_values = reinterpret_cast<const Value*>(kept_values[u]);
+#pragma unroll 4
+          for (int j = q - 1; j >= 0; --j) {
+            const int top = HighestBit(bits[u]);
+            bits[u] ^= Bit(top);
+            MultiplyKept<C>(ToAccumulator<Acc>(column_values[j]), rows, stride, top, high);
           }
-        }
-      }
-    });
-    __syncthreads();
-
-    for (; window < chunk_end; window += C::kWarps) {
-      WaitCopies<C::kStages - 2>();
-      __syncwarp();
-      load_stage(next, fill);  // overwrites the stage read in the step before
-      next += C::kWarps;
-      fill = fill + 1 == C::kStages ? 0 : fill + 1;
-      const char* stage = ring + slot * C::kStageBytes;
-      slot = slot + 1 == C::kStages ? 0 : slot + 1;
-      const char* rows = x + (window - chunk) * (kWindow * 4);
-      uint32_t bits = reinterpret_cast<const uint32_t*>(stage + kMaskOffset)[lane];
-      if constexpr (C::kQ > 0) {
-        Value kept[C::kLargestQ];
-        LoadColumn<C>(stage, lane, kept);
-        uint32_t reversed = __brev(bits);
-#pragma unroll
-        for (int j = 0; j < (C::kQ + 1) / 2; ++j) {
-          const int top = HighestBit(bits);
-          bits ^= Bit(top);
-          MultiplyKept<C>(ToAccumulator<Acc>(kept[C::kQ - 1 - j]), rows, token_bytes, top, high);
-          if (j < C::kQ / 2) {
-            const int bottom = LeadingZeros(reversed);
-            reversed ^= BitFromTop(bottom);
-            MultiplyKept<C>(ToAccumulator<Acc>(kept[j]), rows, token_bytes, bottom, low);
-          }
-        }
-      } else {
-        const Value* kept = reinterpret_cast<const Value*>(stage) + lane * q;
-        for (int j = q - 1; j >= 0; --j) {
-          const int top = HighestBit(bits);
-          bits ^= Bit(top);
-          MultiplyKept<C>(ToAccumulator<Acc>(kept[j]), rows, token_bytes, top, high);
         }
       }
     }
   }
 
-  // Partial sums: over the warps, then over the blocks of the cluster.
-  WaitCopies<0>();
-  __syncthreads();
-  Acc* sums = reinterpret_cast<Acc*>(x + C::kTokens * token_bytes);
 #pragma unroll
   for (int token = 0; token < C::kTokens; ++token) {
     sums[(warp * C::kTokens + token) * C::kColumns + lane] = high[token] + low[token];
@@ -264,7 +211,7 @@ __global__ void __launch_bounds__(kWarpSize* C::kWarps) SpmvKernel(const Problem
     for (int i = 0; i < C::kWarps; ++i) total += sums[(i * C::kTokens + token) * C::kColumns + lane];
   }
   if (gridDim.y > 1) {
-    Acc* mine = reinterpret_cast<Acc*>(x) + token * C::kColumns + lane;  // x is no longer needed
+    Acc* mine = x + token * C::kColumns + lane;  // x is no longer needed
     if (token < C::kTokens) *mine = total;
     ClusterArrive();
     ClusterWait();
@@ -280,10 +227,8 @@ __global__ void __launch_bounds__(kWarpSize* C::kWarps) SpmvKernel(const Problem
     ClusterArrive();
     ClusterWait();  // no block leaves while another may read its sums
   }
-  if (blockIdx.y == 0 && token < C::kTokens && token < geometry.tokens && lane < columns) {
-    const int64_t feature = column + lane;
-    StoreWithEpilogue(problem, (batch * geometry.tokens + token) * geometry.out_features + feature,
-                      batch * geometry.out_features + feature, total);
+  if (blockIdx.y == 0 && token < C::kTokens && token < geometry.tokens && column < out) {
+    StoreOutput(problem, (batch * geometry.tokens + token) * out + column, batch * out + column, total);
   }
 }
 

@@ -30,6 +30,10 @@ cudaError_t SimpleSpmm(const Problem& problem, cudaStream_t stream);
 cudaError_t SimpleSpmmT(const Problem& problem, cudaStream_t stream);
 cudaError_t SimpleSddmm(const Problem& problem, cudaStream_t stream);
 
+// block_many_tokens.cu: vector-wise and block-wise weights of bn a multiple of 64, bfloat16 or float16, on sm_90 alone.
+// Feature-major: problem.x holds [batch, in_features, tokens] and the result [batch, out_features, tokens].
+cudaError_t BlockWgmmaSpmm(const Problem& problem, cudaStream_t stream);
+
 inline constexpr Kernel kSpmmKernels[] = {
     {"simple", SimpleSpmm},
 };

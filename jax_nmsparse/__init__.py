@@ -3,6 +3,7 @@
 from jax_nmsparse.array import NMSparse as NMSparse
 from jax_nmsparse.explanation import explain as explain
 from jax_nmsparse.explanation import supports as supports
+from jax_nmsparse.linen import NMSparseDense as NMSparseDense
 from jax_nmsparse.ops import grad as grad
 from jax_nmsparse.ops import sddmm as sddmm
 from jax_nmsparse.ops import spmm as spmm

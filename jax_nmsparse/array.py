@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from jax_nmsparse import layout as layout_lib
 from jax_nmsparse.layout import Layout
@@ -23,7 +24,7 @@ def _is_array(x: Any) -> bool:
 
 
 def _is_traced(x: Any) -> bool:
-    return isinstance(x, jax.core.Tracer)
+    return isinstance(x, Tracer)
 
 
 def _dims(shape) -> str:
@@ -233,7 +234,7 @@ class NMSparse:
         if int(excess) > 0:
             raise ValueError(
                 f"fromdense: {int(excess)} groups hold more than {pattern.n} nonzero units of {pattern.m} "
-                f"(pattern {pattern}, groups along in_features, axis -2); use prune(dense, pattern) to drop the smallest"
+                f"(pattern {pattern}, groups along in_features, axis -2); prune(dense, pattern) drops the smallest"
             )
         return cls._from_units(dense, mask, pattern)
 
@@ -309,7 +310,9 @@ class NMSparse:
         bits = np.asarray(layout_lib.unpack_bits(mask, 32 * self.pattern.mask_words))
         beyond = int(bits[..., layout.window_units :].sum())
         if beyond:
-            raise ValueError(f"validate: {beyond} bits of mask are set beyond the window of {layout.window_units} units")
+            raise ValueError(
+                f"validate: {beyond} bits of mask are set beyond the window of {layout.window_units} units"
+            )
         groups = bits[..., : layout.window_units].reshape(*bits.shape[:-1], -1, self.pattern.m).sum(-1)
         wrong = int((groups != self.pattern.n).sum())
         if wrong:

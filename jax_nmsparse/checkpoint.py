@@ -45,7 +45,9 @@ def _flatten(tree: Any, prefix: str, out: dict[str, Any]) -> None:
     elif isinstance(tree, NMSparse) or (hasattr(tree, "shape") and hasattr(tree, "dtype")):
         out[prefix] = tree
     else:
-        raise TypeError(f"save: {prefix!r} is a {type(tree).__name__}, expected an array, an NMSparse or a dict of them")
+        raise TypeError(
+            f"save: {prefix!r} is a {type(tree).__name__}, expected an array, an NMSparse or a dict of them"
+        )
 
 
 def save(path: str | os.PathLike, tree: Mapping[str, Any]) -> None:

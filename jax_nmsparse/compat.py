@@ -20,6 +20,4 @@ def unify_varying(*operands: jax.Array) -> tuple[jax.Array, ...]:
     """
     union = frozenset().union(*(varying_axes(x) for x in operands))
     missing = [tuple(sorted(union - varying_axes(x))) for x in operands]
-    return tuple(
-        lax.pcast(x, axes, to="varying") if axes else x for x, axes in zip(operands, missing, strict=True)
-    )
+    return tuple(lax.pcast(x, axes, to="varying") if axes else x for x, axes in zip(operands, missing, strict=True))

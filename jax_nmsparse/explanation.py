@@ -139,9 +139,9 @@ def _device(device: Any) -> tuple[str, str]:
     if isinstance(device, str):
         return ("cuda" if device.upper().startswith("NVIDIA") else device), device
     device = jax.devices()[0] if device is None else device
-    return ("cuda" if device.platform == "gpu" and "cuda" in device.client.platform_version.lower() else device.platform), (
-        device.device_kind
-    )
+    return (
+        "cuda" if device.platform == "gpu" and "cuda" in device.client.platform_version.lower() else device.platform
+    ), (device.device_kind)
 
 
 def _rate(call: Call, ceilings: Ceilings) -> float:

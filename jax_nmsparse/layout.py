@@ -157,7 +157,7 @@ def expand(values: jax.Array, mask: jax.Array, layout: Layout) -> jax.Array:
 
 def _ranks(mask: jax.Array, layout: Layout) -> jax.Array:
     """For every unit of a window the number of kept units before it: int32 ``[..., window_units]``."""
-    # Built from iota: a NumPy constant would be hoisted out of the partitioned function, which may not close over arrays.
+    # From iota: a NumPy constant would be hoisted out of a partitioned function, which may not close over arrays.
     unit = jnp.arange(layout.window_units)
     below = (jnp.uint32(1) << (unit % 32).astype(jnp.uint32)) - jnp.uint32(1)
     word = jnp.take(mask, unit // 32, axis=-1, mode="clip")
@@ -189,7 +189,7 @@ def select(scores: jax.Array, layout: Layout) -> jax.Array:
     n, m = layout.pattern.n, layout.pattern.m
     groups = _ordered(scores).reshape(*scores.shape[:-1], layout.window_units // m, m)
     # A unit is kept when fewer than n units of its group come before it. Counting by m comparisons per unit fuses into
-    # one pass over the scores; sorting 67 million elements in groups of 32 takes XLA's CPU backend ten times as long.
+    # one pass over the scores; sorting groups takes XLA's CPU backend many times as long.
     before = jnp.zeros(groups.shape, jnp.uint8)
     position = np.arange(m)
     for j in range(m):

@@ -1,5 +1,6 @@
 """Lowerings of the primitives: to the FFI targets of the native modules where dispatch chooses a kernel, to
-`reference` everywhere else."""
+`reference` everywhere else.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from jax import lax
 from jax.interpreters import mlir
 
 from jax_nmsparse import dispatch, native, reference, sharding
-from jax_nmsparse.dispatch import Call, Choice
+from jax_nmsparse.dispatch import Call, Choice, Kernel
 from jax_nmsparse.layout import Layout
 from jax_nmsparse.primitives import nm_sddmm_p, nm_spmm_p, nm_spmm_t_p, split_extras
 
@@ -43,19 +44,17 @@ def _call(op: str, avals, params) -> Call:
 def _reference(op: str, choice: Choice, params):
     """The plain function of a primitive's operands."""
     function = getattr(reference, ("dense_" if choice.implementation == "dense" else "") + op)
-    return functools.partial(
-        function, layout=params["layout"], dtype=params["dtype"], precision=params["precision"]
-    )
+    return functools.partial(function, layout=params["layout"], dtype=params["dtype"], precision=params["precision"])
 
 
-def _native(op: str, choice: Choice, call: Call, activation: str | None):
+def _native(op: str, kernel: Kernel, call: Call, activation: str | None):
     """The custom call as a function of a primitive's operands; scales and bias may be None."""
-    target = target_name(op, choice.implementation)
+    target = target_name(op, kernel.implementation)
     attributes = {
         "window_units": np.int64(call.layout.window_units),
         "activation": np.int64(_ACTIVATION_CODES[activation]),
         "precision": np.int64(_is_exact(call.precision)),
-        "kernel": choice.kernel.name,
+        "kernel": kernel.name,
     }
     shape = {
         "spmm": (call.batch, call.tokens, call.layout.out_features),
@@ -63,8 +62,8 @@ def _native(op: str, choice: Choice, call: Call, activation: str | None):
         "sddmm": (call.batch, *call.layout.values_shape),
     }[op]
     results = [jax.ShapeDtypeStruct(shape, call.dtype)]
-    if choice.implementation == "cuda":
-        results.append(jax.ShapeDtypeStruct((choice.kernel.workspace(call),), jnp.uint8))
+    if kernel.implementation == "cuda":
+        results.append(jax.ShapeDtypeStruct((kernel.workspace(call),), jnp.uint8))
 
     def run(*operands):
         operands = [jnp.zeros((0,), jnp.float32) if o is None else o for o in operands]
@@ -81,25 +80,25 @@ def _is_exact(precision) -> bool:
 
 def _spmm(choice: Choice, call: Call, params, axes: tuple[str, ...]):
     """spmm with its epilogue, which a native kernel fuses unless parts have to be added up first."""
-    activation, extras = params["activation"], (params["has_scales"], params["has_bias"])
+    activation, extras, kernel = params["activation"], (params["has_scales"], params["has_bias"]), choice.kernel
     accumulator = reference.accumulator_dtype(call.x_dtype, call.values_dtype)
     plain = activation is None and not any(extras)
-
-    def fused(x, values, mask, *rest):
-        return _native("spmm", choice, call, activation)(x, values, mask, *split_extras(rest, *extras))
+    if kernel is not None and not axes:
+        fused = _native("spmm", kernel, call, activation)
+        return lambda x, values, mask, *rest: fused(x, values, mask, *split_extras(rest, *extras))
+    exact = dataclasses.replace(call, dtype=call.dtype if plain and not axes else accumulator)
 
     def separate(x, values, mask, *rest):
-        exact = dataclasses.replace(call, dtype=call.dtype if plain and not axes else accumulator)
-        if choice.kernel is None:
+        if kernel is None:
             acc = _reference("spmm", choice, {**params, "dtype": exact.dtype})(x, values, mask)
         else:
-            acc = _native("spmm", choice, exact, None)(x, values, mask, None, None)
+            acc = _native("spmm", kernel, exact, None)(x, values, mask, None, None)
         acc = lax.psum(acc, axes) if axes else acc
-        return acc.astype(call.dtype) if plain else reference.epilogue(
-            acc, *split_extras(rest, *extras), activation, call.dtype
-        )
+        if plain:
+            return acc.astype(call.dtype)
+        return reference.epilogue(acc, *split_extras(rest, *extras), activation, call.dtype)
 
-    return separate if choice.kernel is None or axes else fused
+    return separate
 
 
 def _function(op: str, platform: str, params, operands, layout: Layout, axes: tuple[str, ...]):
@@ -114,7 +113,7 @@ def _function(op: str, platform: str, params, operands, layout: Layout, axes: tu
     if choice.kernel is None:
         run = _reference(op, choice, {**params, "dtype": exact.dtype})
     else:
-        run = _native(op, choice, exact, None)
+        run = _native(op, choice.kernel, exact, None)
     return (lambda *operands: lax.psum(run(*operands), axes).astype(call.dtype)) if axes else run
 
 

@@ -81,7 +81,7 @@ def _result_dtype(op: str, x_dtype, w: NMSparse, preferred) -> jnp.dtype:
         if integer:
             return jnp.dtype(jnp.int32 if w.scales is None else jnp.float32)
         return jnp.dtype(jnp.float32) if x_dtype.itemsize == 1 else x_dtype
-    preferred = jnp.dtype(preferred)
+    preferred = jax.dtypes.canonicalize_dtype(preferred)
     if preferred not in _RESULT_DTYPES or (preferred == jnp.int32 and not integer):
         names = ", ".join(d.name for d in _RESULT_DTYPES[:-1])
         raise TypeError(
@@ -93,7 +93,7 @@ def _result_dtype(op: str, x_dtype, w: NMSparse, preferred) -> jnp.dtype:
 def _check_precision(op: str, precision: Any) -> Any:
     """A hashable precision as `jax.lax.dot_general` reads it; None follows jax_default_matmul_precision."""
     if precision is None:
-        precision = jax.config.jax_default_matmul_precision
+        precision = getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009  (defined at run time)
         if precision is None:
             return None
     try:
@@ -341,7 +341,7 @@ def _split(tree: Any):
         return node._replace(**new, **({"scales": leaves.pop(0)} if leaves else {}))
 
     def rebuild(leaves):
-        return jax.tree.unflatten(structure, [place(n, l) for n, l in zip(nodes, leaves, strict=True)])
+        return jax.tree.unflatten(structure, [place(*pair) for pair in zip(nodes, leaves, strict=True)])
 
     return [moving(node) for node in nodes], rebuild
 

@@ -84,7 +84,9 @@ class NMPattern:
             raise TypeError(f"NMPattern.parse: got {type(text).__name__}, expected a string such as '2:4'")
         match = _SYNTAX.fullmatch(text.strip())
         if match is None:
-            raise ValueError(f"NMPattern.parse: {text!r} is not a pattern, expected 'n:m' or 'n:m/BKxBN' ('8:32/1x128')")
+            raise ValueError(
+                f"NMPattern.parse: {text!r} is not a pattern, expected 'n:m' or 'n:m/BKxBN' ('8:32/1x128')"
+            )
         block = (int(match["bk"]), int(match["bn"])) if match["bk"] else (1, 1)
         return cls(int(match["n"]), int(match["m"]), block)
 

@@ -85,10 +85,8 @@ def _unfold_tokens(y: jax.Array, examples: int) -> jax.Array:
 
 def _fold_batch(operand: jax.Array, dim, examples: int) -> jax.Array:
     """Moves the mapped axis, broadcasting where there is none, into the batch axis."""
-    if dim is None:
-        operand = jnp.broadcast_to(operand, (examples, *operand.shape))
-    else:
-        operand = jnp.moveaxis(operand, dim, 0)
+    whole = (examples, *operand.shape)
+    operand = jnp.broadcast_to(operand, whole) if dim is None else jnp.moveaxis(operand, dim, 0)
     return operand.reshape(operand.shape[0] * operand.shape[1], *operand.shape[2:])
 
 

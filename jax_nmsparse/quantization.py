@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from jax_nmsparse.array import NMSparse, scales_like_values
 
@@ -37,7 +37,7 @@ def quantize(w: NMSparse, dtype) -> NMSparse:
         raise TypeError(f"quantize: dtype is {dtype.name}, expected int8 or float8_e4m3fn")
     if w.scales is not None or not jnp.issubdtype(w.dtype, jnp.floating):
         raise TypeError(f"quantize: {w!r} is quantised already; use w.astype(jnp.float32) first")
-    if not isinstance(w.values, jax.core.Tracer) and not bool(jnp.all(jnp.isfinite(w.values.astype(jnp.float32)))):
+    if not isinstance(w.values, Tracer) and not bool(jnp.all(jnp.isfinite(w.values.astype(jnp.float32)))):
         raise ValueError("quantize: the weight holds NaN or Inf, which have no scale")
     largest = _LARGEST[dtype]
     layout = w.layout

@@ -22,9 +22,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_nmsparse.layout import Layout
@@ -58,8 +58,8 @@ def _rule(op: str, layout: Layout, extras: int) -> tuple[str, dict[str, Any]]:
     rule = f"{', '.join(terms)} -> {result}"
     used = set(rule) - set(" ,->()")
     summed = tuple(f for f in (SUMMED[op], {"w": "r", "o": "n"}.get(SUMMED[op], "")) if f in used)
-    fixed = {"q", "k", "v", "r", "n", "i", "f"} | ({"w"} if not whole_in else set()) | (
-        {"o"} if not whole_out else set()
+    fixed = (
+        {"q", "k", "v", "r", "n", "i", "f"} | ({"w"} if not whole_in else set()) | ({"o"} if not whole_out else set())
     )
     options: dict[str, Any] = {
         # Both in order of appearance, as Shardy demands.
@@ -151,7 +151,7 @@ def spans_devices(context: Any) -> bool:
     return devices is not None and len(devices) > 1
 
 
-def allow(primitive: jax.extend.core.Primitive) -> None:
+def allow(primitive: Primitive) -> None:
     """Lets the lowering of a primitive see the devices; JAX has no public way to say so."""
     from jax._src import dispatch  # noqa: PLC0415  (private: kept in this one place)
 

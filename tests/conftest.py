@@ -38,10 +38,6 @@ def _gpu_problem() -> str | None:
     return None if module.loaded else f"the native module _cuda {module.problem}"
 
 
-def pytest_configure(config) -> None:
-    config.addinivalue_line("markers", "gpu: needs a CUDA device and the native module _cuda")
-
-
 def pytest_collection_modifyitems(items) -> None:
     marked = [item for item in items if item.get_closest_marker("gpu")]
     problem = _gpu_problem() if marked else None

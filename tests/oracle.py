@@ -134,6 +134,22 @@ def dense(w: nms.NMSparse) -> np.ndarray:
     return whole if w.scales is None else whole * np.asarray(w.scales, np.float64)[..., None, :]
 
 
+def scatter(w: nms.NMSparse):
+    """values -> the dense matrix, as a differentiable function of jax.numpy on positions found by NumPy."""
+    (bk, bn), (rows, columns) = w.pattern.block, w.shape[-2:]
+    keep = kept(w)
+    *lead, window, block, unit = (index.reshape(*keep.shape[:-1], -1) for index in np.nonzero(keep))
+    row = (window * keep.shape[-1] + unit)[..., None, None] * bk + np.arange(bk)[:, None]
+    column = block[..., None, None] * bn + np.arange(bn)
+    lead = tuple(index[..., None, None] for index in lead)
+    padded = (*w.shape[:-2], keep.shape[-3] * keep.shape[-1] * bk, keep.shape[-2] * bn)
+
+    def to_dense(values):
+        return jnp.zeros(padded, values.dtype).at[(*lead, row, column)].set(values)[..., :rows, :columns]
+
+    return to_dense
+
+
 # Products.
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])
