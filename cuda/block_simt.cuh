@@ -44,7 +44,7 @@ struct SimtConfig {
   static constexpr int kRingBytes = kWarps * kStages * kStageBytes;
   static constexpr int kSumsBytes = kWarps * kTokens * (kTileColumns + 4) * 4;
   static_assert(kLoadBytes <= 16, "a load is at most one vector of 16 bytes");
-  static_assert(kTokens == 1 || kTokens == 4 || kTokens == 8, "x is read in vectors of tokens");
+  static_assert(kTokens == 1 || kTokens == 2 || kTokens % 4 == 0, "x is read in vectors of tokens");
 };
 
 struct SimtPlan {
@@ -68,7 +68,7 @@ struct RowCursor {
   __device__ __forceinline__ void Start(const Geometry& g, const uint32_t* first, int64_t to_next, int count, int at) {
     words = first, pitch = to_next, windows = count, window_row = at;
     bits = Word(g, 0), word = 0, unit_row = 0, left = g.q * g.bk;
-    Prefetch(g);
+    if (kUnitRows) Prefetch(g);
   }
   __device__ __forceinline__ void Prefetch(const Geometry& g) {
     if (--windows > 0) words += pitch;

@@ -108,7 +108,7 @@ __device__ __forceinline__ void MultiplyKept(typename C::Acc weight, const typen
 
 template <class C>
 __global__ void __launch_bounds__(kWarpSize* C::kWarps, C::kQ > 0 && C::kWarps * C::kTokens <= 8 ? 4 : 1)
-    SpmvKernel(const Problem problem, const SpmvPlan plan) {
+    SpmvKernel(const __grid_constant__ Problem problem, const SpmvPlan plan) {
   using Value = typename C::Value;
   using Acc = typename C::Acc;
   extern __shared__ __align__(16) char shared[];

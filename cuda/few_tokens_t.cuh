@@ -9,13 +9,17 @@
 // of all lanes, warps and blocks of the cluster are added in a fixed order.
 //
 // A block of threads owns one window (its rows of dx) and a share of the column tiles (32 * kColumns columns), which its
-// warps take in turn; a cluster of `splits` blocks shares a window. kBatch loads per lane are in flight, across tiles.
+// warps take in turn; a cluster of `splits` blocks shares a window. Values travel through a lane-private ring as in
+// block_simt.cuh, across tiles.
 // Grid: (windows * splits, token tiles, batch), clusters of `splits` along x.
 //
 // Windows of more rows than fit (large bk, long windows) are cut into segments of whole units, or of rows of one unit; the
 // grid then counts segments, and lanes find their first kept row of a segment from the mask (kWhole is false: slower).
 //
-// Shared memory, bytes: copies 4 * kWarps * rows * 32 * kTokens, then sums 4 * rows * kTokens.
+// Shared memory, bytes:
+//   0                              ring    kWarps * kStages * 32 * kLoadBytes
+//   kRingBytes                     copies  4 * kWarps * rows * 32 * kTokens
+//   ... + the copies               sums    4 * rows * kTokens
 // Synchronisation: barriers around the final sums only.
 #ifndef JAX_NMSPARSE_CUDA_FEW_TOKENS_T_CUH_
 #define JAX_NMSPARSE_CUDA_FEW_TOKENS_T_CUH_
@@ -23,6 +27,13 @@
 #include "cuda/block_simt.cuh"
 
 namespace nmsparse::cuda::block {
+
+template <class Value, int kColumns, int kRows, int kTokens, bool kUnitRows>
+struct TransposedConfig : SimtConfig<Value, kColumns, kRows, kTokens, kUnitRows> {
+  using Base = SimtConfig<Value, kColumns, kRows, kTokens, kUnitRows>;
+  static constexpr int kStages = Base::kAsync ? 8 : 0;  // the copies of the window need the room
+  static constexpr int kRingBytes = Base::kWarps * kStages * Base::kStageBytes;
+};
 
 struct TransposedPlan {
   int32_t splits;
@@ -55,23 +66,55 @@ __device__ __forceinline__ void StoreTokens(float* to, const float (&v)[kTokens]
   }
 }
 
-template <class C, class G>
-__device__ __forceinline__ void LoadG(float (&g)[C::kTokens][C::kColumns], const G* source, int64_t pitch, int tokens,
-                                      int columns) {
+// g of the lane's columns in one tile. Where they are few they are read one tile ahead, as raw bits.
+template <class C>
+struct GTile {
+  static constexpr bool kAhead = C::kColumns == 1;
+  float now[C::kTokens][C::kColumns];
+  uint32_t ahead[C::kTokens];
+
+  __device__ __forceinline__ void Read(const Operand& g, int64_t first, int64_t pitch, int tokens, int64_t columns) {
+    WithInputType(g.dtype, [&](auto zero) {
+      using G = decltype(zero);
+      const G* source = static_cast<const G*>(g.data) + first;
 #pragma unroll
-  for (int t = 0; t < C::kTokens; ++t) {
+      for (int t = 0; t < C::kTokens; ++t, source += pitch) {
+        const int count = t < tokens ? static_cast<int>(min(columns, int64_t{C::kColumns})) : 0;
+        if constexpr (C::kColumns % 8 == 0 && sizeof(G) >= 2) {
+          LoadRun<C::kColumns>(source, count, now[t]);
+        } else {
 #pragma unroll
-    for (int c = 0; c < C::kColumns; ++c) {
-      g[t][c] = t < tokens && c < columns ? ToFloat(source[t * pitch + c]) : 0.0f;
+          for (int c = 0; c < C::kColumns; ++c) now[t][c] = c < count ? ToFloat(source[c]) : 0.0f;
+        }
+      }
+    });
+  }
+  __device__ __forceinline__ void ReadAhead(const Operand& g, int64_t first, int64_t pitch, int tokens, int64_t columns) {
+#pragma unroll
+    for (int t = 0; t < C::kTokens; ++t) {
+      const int64_t at = first + t * pitch;
+      ahead[t] = 0;
+      if (t < tokens && columns > 0) {
+        ahead[t] = g.dtype == DType::kF32 ? __ldg(static_cast<const uint32_t*>(g.data) + at)
+                                          : __ldg(static_cast<const uint16_t*>(g.data) + at);
+      }
     }
   }
-}
+  __device__ __forceinline__ void Arrive(DType dtype) {
+#pragma unroll
+    for (int t = 0; t < C::kTokens; ++t) {
+      now[t][0] = dtype == DType::kF32    ? __uint_as_float(ahead[t])
+                  : dtype == DType::kBF16 ? __uint_as_float(ahead[t] << 16)
+                                          : __half2float(__ushort_as_half(static_cast<uint16_t>(ahead[t])));
+    }
+  }
+};
 
-template <class C, bool kWhole, bool kWords>  // kWords: units of several rows, or several mask words
+template <class C, bool kWhole>
 __global__ void __launch_bounds__(C::kThreads, 2) TransposedKernel(Problem problem, TransposedPlan plan) {
   using Value = typename C::Value;
   extern __shared__ __align__(128) unsigned char shared[];
-  float* const copies = reinterpret_cast<float*>(shared);
+  float* const copies = reinterpret_cast<float*>(shared + C::kRingBytes);
   const Geometry& geometry = problem.geometry;
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int kept = geometry.q * geometry.bk, rows = plan.units * plan.rows;
@@ -106,15 +149,9 @@ __global__ void __launch_bounds__(C::kThreads, 2) TransposedKernel(Problem probl
   auto words_of = [&](int tile) {
     return mask + static_cast<int64_t>((tile * C::kTileColumns + lane * C::kColumns) / geometry.bn) * geometry.mask_words;
   };
-  float g[C::kTokens][C::kColumns];
-  auto load_g = [&](int tile) {
-    const int column = tile * C::kTileColumns + lane * C::kColumns;
-    const int columns = static_cast<int>(min(int64_t{C::kColumns}, geometry.out_features - column));
-    WithInputType(problem.g.dtype, [&](auto zero) {
-      LoadG<C>(g, static_cast<const decltype(zero)*>(problem.g.data) + g_first + column, geometry.out_features, tokens,
-               columns);
-    });
-  };
+  GTile<C> g;
+  auto g_at = [&](int tile) { return g_first + tile * C::kTileColumns + lane * C::kColumns; };
+  auto g_left = [&](int tile) { return geometry.out_features - (tile * C::kTileColumns + lane * C::kColumns); };
   // One load of values, kRows rows whose places in the lane's copy are `at`.
   auto accumulate = [&](const SimtLoad<C>& now, float* const (&at)[C::kRows]) {
     float sum[C::kRows][C::kTokens];
@@ -126,7 +163,7 @@ __global__ void __launch_bounds__(C::kThreads, 2) TransposedKernel(Problem probl
       for (int c = 0; c < C::kColumns; ++c) {
         const float value = ToFloat(now.v[r][c]);
 #pragma unroll
-        for (int t = 0; t < C::kTokens; ++t) sum[r][t] = fmaf(value, g[t][c], sum[r][t]);
+        for (int t = 0; t < C::kTokens; ++t) sum[r][t] = fmaf(value, g.now[t][c], sum[r][t]);
       }
     }
 #pragma unroll
@@ -135,62 +172,87 @@ __global__ void __launch_bounds__(C::kThreads, 2) TransposedKernel(Problem probl
 
   if constexpr (kWhole) {
     // Tiles of a warp: tile_begin + warp, every kWarps-th; only the last may have idle lanes.
-    int read_tile = tile_begin + warp, read_left = kept / C::kRows;
-    const Value* source = active(read_tile) ? values_of(read_tile) : values;
-    bool reading = active(read_tile);
-    SimtLoad<C> ring[C::kBatch];
-    auto read = [&](SimtLoad<C>& slot) {
-      if (!reading) return;
-      slot.Read(source);
+    int tile = tile_begin + warp, read_tile = tile, read_left = kept / C::kRows, left = 0;
+    const Value* source = active(tile) ? values_of(tile) : values;
+    auto advance = [&] {
       source += C::kRows * geometry.bn;
       if (--read_left == 0) {
         read_tile += C::kWarps, read_left = kept / C::kRows;
-        reading = active(read_tile);
-        if (reading) source = values_of(read_tile);
+        if (active(read_tile)) source = values_of(read_tile);
       }
     };
-#pragma unroll
-    for (int i = 0; i < C::kBatch; ++i) read(ring[i]);
-    int tile = tile_begin + warp, left = 0;
-    RowCursor cursor;
-    cursor.window_row = 0, cursor.pitch = 0;
-    uint32_t bits = 0, next_bits = !kWords && active(tile) ? __ldg(words_of(tile)) : 0;
+    RowCursor<C::kUnitRows> cursor;
+    uint32_t bits = 0, next_bits = 0;
     const uint32_t valid = geometry.window_units < kMaskBits ? (1u << geometry.window_units) - 1 : 0xffffffffu;
-    int loads = 0;
-    for (int t = tile; active(t); t += C::kWarps) loads += kept / C::kRows;
-    for (; loads > 0; loads -= C::kBatch) {
-#pragma unroll
-      for (int i = 0; i < C::kBatch; ++i) {
-        if (i < loads) {
-          if (left == 0) {
-            left = kept / C::kRows;
-            load_g(tile);
-            if constexpr (kWords) {
-              cursor.words = words_of(tile);
-              cursor.Enter(geometry);
-            } else {
-              bits = next_bits & valid;
-              if (active(tile + C::kWarps)) next_bits = __ldg(words_of(tile + C::kWarps));
-            }
-            tile += C::kWarps;
-          }
-          --left;
-          const SimtLoad<C> now = ring[i];
-          read(ring[i]);
-          float* at[C::kRows];
-#pragma unroll
-          for (int r = 0; r < C::kRows; ++r) {
-            int row;
-            if constexpr (kWords) {
-              row = cursor.Next(geometry);
-            } else {
-              row = bits == 0 ? 0 : __ffs(bits) - 1;
-              bits &= bits - 1;
-            }
-            at[r] = copy + row * kPitch;
-          }
-          accumulate(now, at);
+    if (active(tile)) {
+      if constexpr (C::kUnitRows) next_bits = __ldg(words_of(tile));
+      if constexpr (GTile<C>::kAhead) g.ReadAhead(problem.g, g_at(tile), geometry.out_features, tokens, g_left(tile));
+    }
+    auto consume = [&](const SimtLoad<C>& now) {
+      if (left == 0) {
+        left = kept / C::kRows;
+        const int next = tile + C::kWarps;
+        if constexpr (GTile<C>::kAhead) {
+          g.Arrive(problem.g.dtype);
+          if (active(next)) g.ReadAhead(problem.g, g_at(next), geometry.out_features, tokens, g_left(next));
+        } else {
+          g.Read(problem.g, g_at(tile), geometry.out_features, tokens, g_left(tile));
         }
+        if constexpr (C::kUnitRows) {
+          bits = next_bits & valid;
+          if (active(next)) next_bits = __ldg(words_of(next));
+        } else {
+          cursor.Start(geometry, words_of(tile), 0, 1, 0);
+        }
+        tile = next;
+      }
+      --left;
+      float* at[C::kRows];
+#pragma unroll
+      for (int r = 0; r < C::kRows; ++r) {
+        int row;
+        if constexpr (C::kUnitRows) {
+          row = bits == 0 ? 0 : __ffs(bits) - 1;
+          bits &= bits - 1;
+        } else {
+          row = cursor.Next(geometry);
+        }
+        at[r] = copy + row * kPitch;
+      }
+      accumulate(now, at);
+    };
+    if constexpr (C::kAsync) {
+      unsigned char* const ring = shared + warp * (C::kStages * C::kStageBytes) + lane * C::kLoadBytes;
+      const unsigned char* const ring_end = ring + C::kStages * C::kStageBytes;
+      unsigned char* fill = ring;
+      auto issue = [&] {
+        if (active(read_tile)) {
+          CopyAsync<C::kLoadBytes>(SharedAddress(fill), source, true);
+          advance();
+        }
+        CommitCopies();
+        fill += C::kStageBytes;
+        if (fill == ring_end) fill = ring;
+      };
+#pragma unroll 1
+      for (int i = 0; i < C::kStages - 1; ++i) issue();
+      const unsigned char* slot = ring;
+      while (left > 0 || active(tile)) {
+        WaitForCopies<C::kStages - 2>();
+        SimtLoad<C> now;
+        now.Read(reinterpret_cast<const Value*>(slot));
+        slot += C::kStageBytes;
+        if (slot == ring_end) slot = ring;
+        issue();
+        consume(now);
+      }
+      WaitForCopies<0>();
+    } else {
+      while (left > 0 || active(tile)) {
+        SimtLoad<C> now;
+        now.Read(source);
+        advance();
+        consume(now);
       }
     }
   } else {
@@ -201,7 +263,7 @@ __global__ void __launch_bounds__(C::kThreads, 2) TransposedKernel(Problem probl
     const int first_row = plan.rows < geometry.bk ? segment % per_unit * plan.rows : 0;
     const int last_row = min(first_row + plan.rows, geometry.bk);
     for (int tile = tile_begin + warp; active(tile); tile += C::kWarps) {
-      load_g(tile);
+      g.Read(problem.g, g_at(tile), geometry.out_features, tokens, g_left(tile));
       const uint32_t* words = words_of(tile);
       int rank = 0;
       for (int i = 0; i < first_unit / kMaskBits; ++i) rank += __popc(words[i]);

@@ -92,7 +92,12 @@ _RESULTS = (*_FLOATS, "float64", "int32")
 
 def _dtype_rejects(pairs: set[tuple[str, str]]) -> Callable[[Call], str | None]:
     def rejects(call: Call) -> str | None:
-        allowed = {p for p in pairs if p[0] == p[1] and p[0] in (*_FLOATS, "float64")} if call.op == "sddmm" else pairs
+        floats = (*_FLOATS, "float64")
+        allowed = {
+            "spmm": pairs,
+            "spmm_t": {p for p in pairs if p[0] in floats},
+            "sddmm": {p for p in pairs if p[0] == p[1] and p[0] in floats},
+        }[call.op]
         if call.dtypes not in allowed:
             listed = ", ".join(sorted(f"{x} x {w}" for x, w in allowed))
             return f"dtypes {call.dtypes[0]} x {call.dtypes[1]} have no kernel (there are {listed})"

@@ -71,15 +71,21 @@ def _operand_pair(op: str, name: str, x: jax.Array, w: NMSparse) -> tuple[jax.Ar
                 f"{', '.join(d.name for d in _FLOAT_DTYPES)}" + (" or int8" if values.dtype == jnp.int8 else "")
             )
         return (x.astype(jnp.bfloat16) if x.dtype.itemsize == 1 and values.dtype == jnp.int8 else x), values
-    dtype = jnp.promote_types(x.dtype, values.dtype)
+    dtype = _promote(x.dtype, values.dtype)
     return x.astype(dtype), values.astype(dtype)
 
 
-def _result_dtype(op: str, x_dtype, w: NMSparse, preferred) -> jnp.dtype:
+def _promote(*dtypes) -> jnp.dtype:
+    """As `jnp.promote_types`; float8, which JAX promotes with nothing, gives way to the others."""
+    wide = [d for d in dtypes if d != jnp.float8_e4m3fn]
+    return functools.reduce(jnp.promote_types, wide or dtypes)
+
+
+def _result_dtype(op: str, x_dtype, w: NMSparse, preferred, epilogue: bool = False) -> jnp.dtype:
     integer = x_dtype == jnp.int8 and w.dtype == jnp.int8
     if preferred is None:
         if integer:
-            return jnp.dtype(jnp.int32 if w.scales is None else jnp.float32)
+            return jnp.dtype(jnp.int32 if w.scales is None and not epilogue else jnp.float32)
         return jnp.dtype(jnp.float32) if x_dtype.itemsize == 1 else x_dtype
     preferred = jax.dtypes.canonicalize_dtype(preferred)
     if preferred not in _RESULT_DTYPES or (preferred == jnp.int32 and not integer):
@@ -174,7 +180,7 @@ def spmm(
       activation: None, "relu", "gelu" (exact), "gelu_tanh" or "silu", applied in the accumulator's precision.
       precision: As in `jnp.dot`. By default float32 may use TF32 tensor cores on a GPU; "highest" is full float32.
       preferred_element_type: dtype of the result. By default that of the promoted x; int32 for int8 times int8
-        without scales, float32 with scales and for float8 x.
+        without scales, bias and activation, otherwise float32, as for float8 x.
       implementation: None chooses (see `explain`); "cuda", "cpu", "xla" or "dense" runs exactly that or raises.
 
     Returns:
@@ -206,7 +212,8 @@ def spmm(
             "apply any other function to the result"
         )
     x, values = _operand_pair("spmm", "x", x, w)
-    dtype = _result_dtype("spmm", x.dtype, w, preferred_element_type)
+    epilogue = bias is not None or activation is not None
+    dtype = _result_dtype("spmm", x.dtype, w, preferred_element_type, epilogue)
     lead = w.ndim - 2
     static = _static("spmm", x, values, w, dtype, precision, implementation)
     y = primitives.spmm(
@@ -303,7 +310,7 @@ def sddmm(
     if x.shape[:-1] != g.shape[:-1]:
         raise ValueError(f"sddmm: x has leading sizes {x.shape[:-1]} and g {g.shape[:-1]}, expected the same")
     dtype = w.dtype if w.dtype in _FLOAT_DTYPES[:-1] else jnp.dtype(jnp.float32)
-    common = jnp.promote_types(jnp.promote_types(x.dtype, g.dtype), dtype)
+    common = _promote(x.dtype, g.dtype, dtype)
     x, g = x.astype(common), g.astype(common)
     lead = w.ndim - 2
     static = _static("sddmm", x, g, w, dtype, precision, implementation)

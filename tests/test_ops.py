@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import hypothesis
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,8 +63,9 @@ def test_batch_axes_of_the_weight(rng, pattern, lead, implementation):
 def test_tokens_from_none_to_seventeen(rng, pattern, implementation):
     w = oracle.draw(rng, (40, 12), pattern)
     x, g = oracle.integers(rng, (17, 40)), oracle.integers(rng, (17, 12))
-    every = jax.jit(lambda x, g, w: [_all_ops(x[:t], g[:t], w, implementation) for t in range(18)])(x, g, w)
-    for tokens, got in enumerate(every):
+    counts = (0, 1, 2, 7, 16, 17) if implementation == "xla" else range(18)
+    every = jax.jit(lambda x, g, w: [_all_ops(x[:t], g[:t], w, implementation) for t in counts])(x, g, w)
+    for tokens, got in zip(counts, every, strict=True):
         assert got["spmm"].shape == (tokens, 12)
         _assert_exact(got, _wanted(x[:tokens], g[:tokens], w))
 
@@ -72,7 +74,7 @@ def test_tokens_from_none_to_seventeen(rng, pattern, implementation):
 @pytest.mark.parametrize("pattern", ["2:4", "2:4/1x4"])
 def test_no_tail_column_is_dropped(rng, pattern, implementation):
     """out_features of 1 to 64, also where they divide a tile size."""
-    sizes = (*range(1, 10), 15, 16, 17, 23, 31, 32, 33, 47, 63, 64)
+    sizes = (1, 3, 4, 17, 33, 64) if implementation == "xla" else (*range(1, 18), 23, 31, 32, 33, 47, 63, 64)
     weights = [oracle.draw(rng, (32, size), pattern) for size in sizes]
     x, g = oracle.integers(rng, (2, 32)), oracle.integers(rng, (2, 64))
     gs = [g[:, :size] for size in sizes]
@@ -84,7 +86,7 @@ def test_no_tail_column_is_dropped(rng, pattern, implementation):
 def _ragged_pairs(implementation):
     if implementation == "cpu":  # a custom call compiles in no time
         return [(i, o) for i in oracle.RAGGED for o in oracle.RAGGED if i * o < 500_000]
-    return list(zip(oracle.RAGGED, reversed(oracle.RAGGED), strict=True)) + [(i, i) for i in oracle.RAGGED[:-1]]
+    return [*zip(oracle.RAGGED, reversed(oracle.RAGGED), strict=True), (1, 1), (65, 65)]
 
 
 @pytest.mark.parametrize("implementation", oracle.IMPLEMENTATIONS[1:])
@@ -144,9 +146,7 @@ def test_every_pair_of_dtypes(rng, values_dtype, implementation):
     w = oracle.draw(rng, (67, 6), "2:4", values_dtype, fill=functools.partial(oracle.integers, largest=1))
     x = {d: oracle.integers(rng, (3, 67), d, largest=1) for d in X_DTYPES if (d, values_dtype) in RESULTS}
     g = {d: oracle.integers(rng, (3, 6), d, largest=1) for d in x}
-    got = jax.jit(lambda x, g, w: {d.__name__: _all_ops(x[d], g[d], w, implementation) for d in x})(x, g, w) if False else {
-        d: _all_ops(x[d], g[d], w, implementation) for d in x
-    }
+    got = {d: _all_ops(x[d], g[d], w, implementation) for d in x}
     for d in x:
         want = RESULTS[d, values_dtype]
         assert got[d]["spmm"].dtype == got[d]["spmm_t"].dtype == want, (d, values_dtype)
@@ -250,6 +250,7 @@ def test_slices_of_a_larger_buffer(rng, implementation):
         np.testing.assert_array_equal(y, x[i, 1:, 1:34] @ oracle.dense(stack)[i])
 
 
+@hypothesis.settings(max_examples=12)
 @given(st.integers(1, 70), st.integers(1, 40), st.sampled_from(["2:4", "3:5", "2:4/1x4"]))
 def test_ragged_shapes(in_features, out_features, pattern):
     rng = np.random.default_rng(in_features * 100 + out_features)
