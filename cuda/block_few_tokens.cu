@@ -58,7 +58,8 @@ double Cost(const Geometry& geometry, const Device& device, const MmaPlan& plan)
   const int64_t columns = plan.column_warps * C::kWarpColumns;
   const int64_t token_tiles = CeilDiv(geometry.tokens, C::kTokens);
   const int64_t blocks = CeilDiv(geometry.out_features, columns) * plan.splits * token_tiles * geometry.batch;
-  const double waves = static_cast<double>(CeilDiv(blocks, device.multiprocessors));
+  const int at_once = block::BlocksAtOnce(block::BlockMmaKernel<C>, device, C::kThreads, plan.splits);
+  const double waves = static_cast<double>(CeilDiv(blocks, at_once));
   const double active = static_cast<double>(blocks) / waves;
   const double windows = static_cast<double>(CeilDiv(geometry.windows, plan.splits));
   const double tokens = static_cast<double>(std::min<int64_t>(geometry.tokens, C::kTokens));
@@ -80,7 +81,8 @@ cudaError_t LaunchMma(const Problem& problem, const Device& device, cudaStream_t
   const int64_t max_splits = device.major >= 9 ? std::min<int64_t>(kMaxSplits, geometry.windows) : 1;
   for (int32_t column_warps = 1; column_warps <= C::kWarps; column_warps *= 2) {
     for (int32_t splits = 1; splits <= max_splits; ++splits) {
-      MmaPlan plan{column_warps, splits};
+      MmaPlan plan{};
+      plan.column_warps = column_warps, plan.splits = splits;
       if (!ChooseChunk<C>(geometry, device, &plan)) continue;
       const double cost = Cost<C>(geometry, device, plan);
       if (best.splits == 0 || cost < best_cost) best = plan, best_cost = cost;
@@ -105,14 +107,14 @@ template <class Value, int kVector>
 cudaError_t LaunchMmaForTokens(const Problem& problem, const Device& device, cudaStream_t stream) {
   const int64_t tokens = problem.geometry.tokens;
   cudaError_t error = cudaErrorNotSupported;
-  if (tokens > 32) error = LaunchMma<MmaConfig<Value, kVector, 8, 8, 8>>(problem, device, stream);
+  if (tokens > 32) error = LaunchMma<MmaConfig<Value, kVector, 8, 8, 1>>(problem, device, stream);
   if (tokens > 16 && error == cudaErrorNotSupported) {
-    error = LaunchMma<MmaConfig<Value, kVector, 4, 8, 8>>(problem, device, stream);
+    error = LaunchMma<MmaConfig<Value, kVector, 4, 4, 2>>(problem, device, stream);
   }
   if (tokens > 8 && error == cudaErrorNotSupported) {
-    error = LaunchMma<MmaConfig<Value, kVector, 2, 16, 4>>(problem, device, stream);
+    error = LaunchMma<MmaConfig<Value, kVector, 2, 4, 2>>(problem, device, stream);
   }
-  if (error == cudaErrorNotSupported) error = LaunchMma<MmaConfig<Value, kVector, 1, 16, 4>>(problem, device, stream);
+  if (error == cudaErrorNotSupported) error = LaunchMma<MmaConfig<Value, kVector, 1, 4, 2>>(problem, device, stream);
   return error;
 }
 

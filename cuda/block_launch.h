@@ -4,6 +4,7 @@
 
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <cstdint>
 
 #include "common/problem.h"
@@ -37,6 +38,35 @@ inline cudaError_t QueryDevice(Device* device) {
 
 inline bool IsEmpty(const Geometry& geometry) {
   return geometry.batch == 0 || geometry.tokens == 0 || geometry.out_features == 0;
+}
+
+// Blocks of `kernel` that run at one time in clusters of `splits`, with one block per multiprocessor: fewer than there are
+// multiprocessors, since a cluster does not straddle the groups they come in. A fact of the device, asked for once.
+template <class Kernel>
+int BlocksAtOnce(Kernel* kernel, const Device& device, int threads, int splits) {
+  static std::atomic<int> known[kMaxSplits + 1];
+  if (splits == 1) return device.multiprocessors;
+  int blocks = known[splits].load(std::memory_order_relaxed);
+  if (blocks != 0) return blocks;
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = static_cast<unsigned>(splits);
+  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(splits));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(device.shared_bytes);
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  int clusters = 0;
+  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared_bytes) != cudaSuccess ||
+      cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) != cudaSuccess || clusters == 0) {
+    cudaGetLastError();
+    clusters = device.multiprocessors / splits;
+  }
+  blocks = clusters * splits;
+  known[splits].store(blocks, std::memory_order_relaxed);
+  return blocks;
 }
 
 // `grid`: a multiple of `splits` along x.

@@ -27,7 +27,7 @@ bool Supports(const Problem& problem) {
   const auto fits = [](int64_t v) { return v < (int64_t{1} << 31); };
   return (dtype == DType::kBF16 || dtype == DType::kF16) && problem.x.dtype == dtype &&
          (result == DType::kBF16 || result == DType::kF16 || result == DType::kF32) && g.window_units <= kMaskBits &&
-         g.bn % kChunk == 0 && (g.bk % kMaxRows == 0 || kMaxRows % g.bk == 0) && g.tokens % 8 == 0 && g.in_features > 0 &&
+         (g.bn % kChunk == 0 || (g.bn % 32 == 0 && g.bk < kMmaDepth)) && (g.bk % kMaxRows == 0 || kMaxRows % g.bk == 0) && g.tokens % 8 == 0 && g.in_features > 0 &&
          fits(g.tokens) && fits(g.windows * g.rows_per_window()) && fits(g.out_blocks * g.bn) && fits(g.batch) &&
          aligned(problem.x.data) && aligned(problem.values.data) && aligned(problem.result.data);
 }
@@ -37,6 +37,8 @@ bool Supports(const Problem& problem) {
 template <class C>
 cudaError_t PlanStages(const Geometry& g, int max_rows, Arguments* a) {
   constexpr bool kBoxes = C::kGather == Gather::kBoxes;
+  constexpr int kRound = C::kDepths > 0 ? C::kDepths * kMmaDepth : kMmaDepth;
+  if (C::kDepths > 0) max_rows = kRound;
   const int64_t window_rows = int64_t{g.q} * g.bk;
   a->windows_per_stage = 1;
   a->stages_per_window = 1;
@@ -48,11 +50,11 @@ cudaError_t PlanStages(const Geometry& g, int max_rows, Arguments* a) {
     const int used = static_cast<int>(window_rows);
     int& best = a->windows_per_stage;
     for (int windows = 2; windows <= kMaxWindows && windows * used <= max_rows; ++windows) {
-      if (int64_t{windows} * RoundUp(best * used, kMmaDepth) >= int64_t{best} * RoundUp(windows * used, kMmaDepth)) {
+      if (int64_t{windows} * RoundUp(best * used, kRound) >= int64_t{best} * RoundUp(windows * used, kRound)) {
         best = windows;
       }
     }
-    a->rows = RoundUp(best * used, kMmaDepth);
+    a->rows = RoundUp(best * used, kRound);
     a->filled_rows = best * used;
   }
   a->steps = static_cast<int32_t>(CeilDiv(g.windows, a->windows_per_stage) * a->stages_per_window);
@@ -81,24 +83,25 @@ cudaError_t EncodeMaps(const Problem& problem, Arguments* a) {
                              5,
                              {uint64_t(g.bn), uint64_t(g.q) * g.bk, uint64_t(g.out_blocks), uint64_t(g.windows), uint64_t(g.batch)},
                              {line, list, window, window * g.windows},
-                             {kChunk, boxed_rows, 1, uint32_t(a->windows_per_stage), 1}};
+                             {uint32_t(C::kOutLine), boxed_rows, 1, uint32_t(a->windows_per_stage), 1}};
   const uint64_t row = g.tokens * kBytes;
-  const TensorMapSpec x{map_type(problem.x.dtype),
-                        problem.x.data,
-                        3,
-                        {uint64_t(g.tokens), uint64_t(g.in_features), uint64_t(g.batch)},
-                        {row, row * g.in_features},
-                        {kChunk, uint32_t(a->run_rows), 1}};
+  const auto tokens_map = [&](const void* data, DType dtype, int64_t rows, int box_rows) {
+    return TensorMapSpec{map_type(dtype),
+                         data,
+                         3,
+                         {uint64_t(g.tokens), uint64_t(rows), uint64_t(g.batch)},
+                         {row, row * rows},
+                         {kChunk, uint32_t(box_rows), 1}};
+  };
   cudaError_t error = EncodeTensorMap(values, &a->values);
-  if (error == cudaSuccess) error = EncodeTensorMap(x, &a->x);
-  if (error != cudaSuccess || problem.result.dtype == DType::kF32) return error;
-  const TensorMapSpec y{map_type(problem.result.dtype),
-                        problem.result.data,
-                        3,
-                        {uint64_t(g.tokens), uint64_t(g.out_features), uint64_t(g.batch)},
-                        {row, row * g.out_features},
-                        {kChunk, kMmaRows, 1}};
-  return EncodeTensorMap(y, &a->y);
+  if (error == cudaSuccess && C::kGather == Gather::kBoxes) {
+    error = EncodeTensorMap(tokens_map(problem.x.data, problem.x.dtype, g.in_features, a->run_rows), &a->x);
+  }
+  if (error == cudaSuccess && problem.result.dtype != DType::kF32) {
+    const int columns = C::kRows ? C::kOutLine : kChunk;
+    error = EncodeTensorMap(tokens_map(problem.result.data, problem.result.dtype, g.out_features, columns), &a->y);
+  }
+  return error;
 }
 
 // What a variant may be run with besides its Config.
@@ -118,45 +121,35 @@ cudaError_t LaunchTiles(const Problem& problem, const Tuning& tuning, int multip
   a.result = problem.result;
   cudaError_t error = PlanStages<C>(g, tuning.max_rows, &a);
   if (error != cudaSuccess) return error;
-  a.slots = std::min<int>(C::kMaxStages, (kSharedBytes - C::FixedBytes()) / C::StageBytes(a.rows));
-  a.token_tiles = static_cast<int32_t>(CeilDiv(g.tokens, C::kTokens * C::kCluster));
-  a.token_group = std::max(1, tuning.token_group / C::kCluster);
+  a.slots = std::min<int>(C::kMaxSlots, (kSharedBytes - C::FixedBytes()) / C::StageBytes(a.rows));
+  a.token_tiles = static_cast<int32_t>(CeilDiv(g.tokens, C::kTokens));
+  a.token_group = tuning.token_group;
   a.out_tiles = static_cast<int32_t>(CeilDiv(g.out_features, C::kOut));
   const int64_t tiles = g.batch * a.token_tiles * a.out_tiles;
   if (tiles > kMaxBlocks) return cudaErrorNotSupported;
   a.tiles = static_cast<int32_t>(tiles);
   error = EncodeMaps<C>(problem, &a);
   if (error != cudaSuccess) return error;
-  const int bytes = C::SharedBytes(a.rows, a.slots);
+  const int bytes = a.slots * C::StageBytes(a.rows) + C::FixedBytes();
   error = cudaFuncSetAttribute(ManyTokens<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = C::kCluster;
-  cluster.val.clusterDim.y = 1;
-  cluster.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(std::min(a.tiles, multiprocessors / C::kCluster) * C::kCluster));
-  config.blockDim = dim3(C::kThreads);
-  config.dynamicSmemBytes = bytes;
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, ManyTokens<C>, a);
+  ManyTokens<C><<<std::min(a.tiles, multiprocessors), C::kThreads, bytes, stream>>>(a);
+  return cudaGetLastError();
 }
 
 template <class T>
 cudaError_t LaunchFor(const Problem& problem, int multiprocessors, cudaStream_t stream) {
   const Geometry& g = problem.geometry;
-  const bool boxes = g.bk >= kMmaDepth;
-  Tuning tuning;
-  tuning.max_rows = kMaxRows;
-  if (g.bn % 128 != 0) {
-    return boxes ? LaunchTiles<Config<T, 1, 256, Gather::kBoxes, 1>>(problem, tuning, multiprocessors, stream)
-                 : LaunchTiles<Config<T, 1, 256, Gather::kLanes, 1>>(problem, tuning, multiprocessors, stream);
+  const auto launch = [&](auto config, int max_rows) {
+    return LaunchTiles<decltype(config)>(problem, Tuning{max_rows}, multiprocessors, stream);
+  };
+  const bool wide = g.bn % 128 == 0;
+  if (g.bk >= kMmaDepth) {
+    return wide ? launch(Config<T, 128, 256, Gather::kBoxes>{}, 64) : launch(Config<T, 64, 512, Gather::kBoxes>{}, 32);
   }
-  return boxes ? LaunchTiles<Config<T, 2, 256, Gather::kBoxes, 1>>(problem, tuning, multiprocessors, stream)
-               : LaunchTiles<Config<T, 2, 256, Gather::kLanes, 1>>(problem, tuning, multiprocessors, stream);
+  if (wide) return launch(Config<T, 128, 256, Gather::kRows, 2>{}, 0);
+  return g.bn % 64 == 0 ? launch(Config<T, 64, 512, Gather::kRows, 2>{}, 0)
+                        : launch(Config<T, 32, 512, Gather::kRows, 2>{}, 0);
 }
 
 }  // namespace

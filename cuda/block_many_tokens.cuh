@@ -28,42 +28,52 @@
 
 namespace nmsparse::cuda::block {
 
-// How rows of x reach shared memory: one box of the copy engine per unit and 64 tokens, or 16 bytes per lane (bk
-// must be 1).
-enum class Gather { kBoxes, kLanes };
+// How rows of x reach shared memory, and with it the operand that they are.
+enum class Gather {
+  kBoxes,  // one box of the copy engine per unit and 64 tokens, swizzled: the N operand (yᵀ = Wᵀ xᵀ)
+  kLanes,  // 16 bytes per lane, swizzled: the same
+  kRows,   // one copy of all the tile's tokens per row: the M operand, which passes through registers (y = x W)
+};
 
-template <class T_, int kOutChunks_, int kMmaTokens_, Gather kGather_, int kCluster_>
+// kDepths: 16-row steps of a stage, 2 or 4, for rows (whose registers must be known at compile time); 0: as PlanStages says.
+template <class T_, int kOut_, int kTokens_, Gather kGather_, int kDepths_ = 0>
 struct Config {
   using T = T_;
-  static constexpr int kConsumers = 2;  // warpgroups
-  static constexpr int kProducers = 1;  // a second would leave too few registers for 128 accumulators a thread
-  static constexpr int kThreads = (kConsumers + kProducers) * kWarpgroupSize;
-  static constexpr int kOutChunks = kOutChunks_;
-  static constexpr int kOut = kOutChunks * kChunk;
-  static constexpr int kMmaTokens = kMmaTokens_;
-  static constexpr int kTokens = kMmaTokens * (kConsumers / kOutChunks);
-  static constexpr int kTokenChunks = kTokens / kChunk;
+  static constexpr int kOut = kOut_;
+  static constexpr int kTokens = kTokens_;
   static constexpr Gather kGather = kGather_;
-  static constexpr int kCluster = kCluster_;
+  static constexpr int kDepths = kDepths_;
+  static constexpr bool kRows = kGather == Gather::kRows;
+  static constexpr int kConsumers = 2;  // warpgroups; a third has no room for its 128 accumulators a thread
+  static constexpr int kThreads = (kConsumers + 1) * kWarpgroupSize;
   static constexpr int kProducerRegisters = 72;
   static constexpr int kConsumerRegisters = 216;
-  static constexpr int kMaxStages = 16;
+  static constexpr int kOutChunks = kOut > kChunk ? kOut / kChunk : 1;
+  static constexpr int kOutLine = kOut / kOutChunks;  // elements
+  static constexpr int kTokenChunks = kTokens / kChunk;
+  static constexpr int kMmaTokens = kTokens * kOutChunks / kConsumers;  // N (boxes, lanes): consumers split kOut first
+  static constexpr int kBlocks = kTokens / kMmaRows / kConsumers;       // of M (rows) that a consumer owns
+  static constexpr int kRowPitch = kTokens * 2 + 16;  // bytes; 16 apart modulo 128, so that ldmatrix meets no conflict
+  static constexpr int kMaxSlots = 16;
   static constexpr int kListEntries = 320;  // of each of the two lists
   static constexpr uint32_t kZero = 1u << 31;
-  static constexpr int kStoreBuffers = 2;  // per consumer, 64 columns x 64 tokens each
+  static constexpr int kStoreBuffers = 2;  // per consumer, kOutLine columns x 64 tokens each
   static constexpr int kStoreBytes = kMmaRows * kLineBytes;
 
-  static_assert(kOutChunks == 1 || kOutChunks == 2, "the two consumers split the columns of a tile or its tokens");
-  static_assert(kMmaTokens % kChunk == 0 && kMmaTokens <= 256, "a product spans whole lines and at most 256 tokens");
-  static_assert(kConsumers * kConsumerRegisters + kProducers * kProducerRegisters <= 3 * 168,
+  static_assert(kOut == 64 || kOut == 128 || (kRows && kOut == 32), "a tile spans one or two runs of 64 columns, or 32");
+  static_assert(kRows ? kDepths == 2 || kDepths == 4 : kDepths == 0, "two sets of registers take turns in a stage");
+  static_assert(kRows ? kBlocks * kOut <= 256 : kMmaTokens <= 256, "at most 128 accumulators a thread");
+  static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= 3 * 168,
                 "the warpgroups share what the block was launched with, 168 registers a thread");
-  static_assert((kCluster & (kCluster - 1)) == 0, "a block finds who multicasts a slot by a mask");
 
-  __host__ __device__ static constexpr int StageBytes(int rows) { return rows * kLineBytes * (kOutChunks + kTokenChunks); }
-  __host__ __device__ static constexpr int FixedBytes() {
-    return kConsumers * kStoreBuffers * kStoreBytes + 2 * kListEntries * 4 + 3 * kMaxStages * 8;
+  __host__ __device__ static constexpr int WeightBytes(int rows) { return rows * kOut * 2; }
+  __host__ __device__ static constexpr int StageBytes(int rows) {
+    const int inputs = rows * (kRows ? kRowPitch : kTokenChunks * kLineBytes);
+    return (WeightBytes(rows) + inputs + 1023) / 1024 * 1024;
   }
-  static constexpr int SharedBytes(int rows, int stages) { return stages * StageBytes(rows) + FixedBytes(); }
+  __host__ __device__ static constexpr int FixedBytes() {
+    return kConsumers * kStoreBuffers * kStoreBytes + 2 * kListEntries * 4 + 2 * kMaxSlots * 8;
+  }
 };
 
 struct Arguments {
@@ -91,7 +101,7 @@ struct Arguments {
   int32_t stages_per_chunk;
   // Tiles: groups of `token_group` token tiles walk all column tiles together, so that their x stays in the L2 cache.
   int32_t token_group;
-  int32_t token_tiles;  // of a cluster: kCluster * kTokens tokens each
+  int32_t token_tiles;
   int32_t out_tiles;
   int32_t tiles;
 };
@@ -102,7 +112,7 @@ struct Tile {
 };
 
 template <class C>
-__device__ __forceinline__ Tile TileAt(const Arguments& a, int32_t index, int rank) {
+__device__ __forceinline__ Tile TileAt(const Arguments& a, int32_t index) {
   const int32_t per_batch = a.token_tiles * a.out_tiles;
   const int32_t batch = index / per_batch;
   const int32_t in_batch = index % per_batch;
@@ -111,7 +121,7 @@ __device__ __forceinline__ Tile TileAt(const Arguments& a, int32_t index, int ra
   const int32_t group = min(a.token_group, a.token_tiles - first);
   const int32_t in_group = in_batch % per_group;
   const int32_t out = in_group / group * C::kOut;
-  const int32_t token = ((first + in_group % group) * C::kCluster + rank) * C::kTokens;
+  const int32_t token = (first + in_group % group) * C::kTokens;
   return {batch, out, token, out / a.geometry.bn, out % a.geometry.bn};
 }
 
@@ -123,15 +133,15 @@ struct SharedMap {
   int slots;
 
   __device__ uint32_t Weights(int slot) const { return base + slot * C::StageBytes(rows); }
-  __device__ uint32_t ChunkBytes() const { return rows * kLineBytes; }
-  __device__ uint32_t Inputs(int slot) const { return Weights(slot) + C::kOutChunks * ChunkBytes(); }
+  __device__ uint32_t WeightChunkBytes() const { return rows * C::kOutLine * 2; }
+  __device__ uint32_t Inputs(int slot) const { return Weights(slot) + C::WeightBytes(rows); }
+  __device__ uint32_t InputChunkBytes() const { return rows * kLineBytes; }  // boxes, lanes
   __device__ uint32_t Store(int consumer) const {
     return base + slots * C::StageBytes(rows) + consumer * C::kStoreBuffers * C::kStoreBytes;
   }
   __device__ uint32_t Lists() const { return Store(C::kConsumers); }
   __device__ uint32_t Full(int slot) const { return Lists() + 2 * C::kListEntries * 4 + slot * 8; }
-  __device__ uint32_t Empty(int slot) const { return Full(C::kMaxStages + slot); }
-  __device__ uint32_t SharedEmpty(int slot) const { return Full(2 * C::kMaxStages + slot); }
+  __device__ uint32_t Empty(int slot) const { return Full(C::kMaxSlots + slot); }
 };
 
 // ------------------------------------------------------------------------------------------------------- producers
@@ -143,24 +153,23 @@ class Producer {
  public:
   using T = typename C::T;
 
-  __device__ Producer(const Arguments& a, const SharedMap<C>& shared, uint32_t* lists, int rank)
-      : a_(a), shared_(shared), lists_(lists), rank_(rank), warp_(threadIdx.x / kWarpSize % 4),
-        lane_(threadIdx.x % kWarpSize) {
-    const int boxed_chunks = C::kOutChunks + (C::kGather == Gather::kBoxes ? C::kTokenChunks : 0);
-    expected_bytes_ = a.filled_rows * kLineBytes * boxed_chunks;
+  __device__ Producer(const Arguments& a, const SharedMap<C>& shared, uint32_t* lists)
+      : a_(a), shared_(shared), lists_(lists), warp_(threadIdx.x / kWarpSize % 4), lane_(threadIdx.x % kWarpSize) {
+    window_offset_ = lane_ / a.windows_per_stage * a.entries_per_group +
+                     lane_ % a.windows_per_stage * a.geometry.q * a.entries_per_unit;
   }
 
   __device__ void Run() {
-    index_ = blockIdx.x / C::kCluster;
+    index_ = blockIdx.x;
     if (index_ >= a_.tiles) return;
-    listed_ = TileAt<C>(a_, index_, rank_);
+    listed_ = TileAt<C>(a_, index_);
     LoadWord();
     ListChunk(lists_);
     NextChunk();
     uint32_t* list = lists_;
     uint32_t* other = lists_ + C::kListEntries;
-    for (int index = blockIdx.x / C::kCluster; index < a_.tiles; index += gridDim.x / C::kCluster) {
-      const Tile tile = TileAt<C>(a_, index, rank_);
+    for (int index = blockIdx.x; index < a_.tiles; index += gridDim.x) {
+      const Tile tile = TileAt<C>(a_, index);
       int steps = a_.steps;
       for (int window = 0; steps > 0; window += a_.windows_per_chunk) {
         NamedBarrier(kBarrier, kWarpgroupSize);  // `list` is whole, and nobody reads `other` any more
@@ -198,9 +207,9 @@ class Producer {
     listed_window_ += a_.windows_per_chunk;
     if (listed_window_ >= a_.geometry.windows) {
       listed_window_ = 0;
-      index_ += gridDim.x / C::kCluster;
+      index_ += gridDim.x;
       if (index_ >= a_.tiles) return;
-      listed_ = TileAt<C>(a_, index_, rank_);
+      listed_ = TileAt<C>(a_, index_);
     }
     LoadWord();
   }
@@ -213,43 +222,42 @@ class Producer {
     return row < rows ? static_cast<uint32_t>(row) : static_cast<uint32_t>(rows - 1) | C::kZero;
   }
 
-  // The i-th kept unit of a window has the entries i * entries_per_unit and on of that window's list. Where a corrupt
-  // mask has too few bits the last unit of the window stands in.
+  // The i-th kept unit of a window has the entries i * entries_per_unit and on of that window's list. Lanes take windows,
+  // warps take a quarter of their bits each. Where a corrupt mask has too few bits the last unit of the window stands in.
   __device__ void ListChunk(uint32_t* list) const {
     const Geometry& g = a_.geometry;
-    for (int group = warp_; group < a_.groups_per_chunk; group += 4) {
-      uint32_t* window_list = list + group * a_.entries_per_group;
-      for (int i = 0; i < a_.windows_per_stage; ++i, window_list += g.q * a_.entries_per_unit) {
-        const int w = group * a_.windows_per_stage + i;
-        const uint32_t bits = __shfl_sync(~0u, word_, w);
-        const int64_t window_row = (int64_t{listed_window_} + w) * g.window_units * g.bk;
-        const int rank = __popc(bits & ((1u << lane_) - 1));
-        const bool kept = (bits >> lane_ & 1) && rank < g.q;
-        const bool missing = lane_ >= __popc(bits) && lane_ < g.q;
-        for (int row = 0; row < a_.entries_per_unit; ++row) {
-          if (kept) window_list[rank * a_.entries_per_unit + row] = Entry(window_row + lane_ * g.bk + row);
-          if (missing) {
-            window_list[lane_ * a_.entries_per_unit + row] = Entry(window_row + (g.window_units - 1) * g.bk + row);
-          }
-        }
-      }
+    if (lane_ >= a_.windows_per_chunk) return;
+    const int64_t window_row = (int64_t{listed_window_} + lane_) * g.window_units * g.bk;
+    uint32_t* const window_list = list + window_offset_;
+    const uint32_t quarter = 0xffu << 8 * warp_;
+    int rank = __popc(word_ & (quarter - 1) & ~quarter);
+    for (uint32_t bits = word_ & quarter; bits != 0 && rank < g.q; bits &= bits - 1, ++rank) {
+      PutUnit(window_list, rank, window_row + (__ffs(bits) - 1) * g.bk);
     }
+    if (warp_ != 3) return;
+    for (rank = __popc(word_); rank < g.q; ++rank) PutUnit(window_list, rank, window_row + (g.window_units - 1) * g.bk);
+  }
+
+  __device__ void PutUnit(uint32_t* window_list, int rank, int64_t row) const {
+    for (int i = 0; i < a_.entries_per_unit; ++i) window_list[rank * a_.entries_per_unit + i] = Entry(row + i);
   }
 
   __device__ void CopyStages(const Tile& tile, int window, int steps, const uint32_t* list) {
     const Geometry& g = a_.geometry;
-    const int token = tile.token + lane_ % kLanesPerRow * kTokensPerPiece;
-    const T* x = static_cast<const T*>(a_.x_data) + tile.batch * g.in_features * g.tokens;
-    const int left = static_cast<int>(g.tokens) - token;
+    const T* const x = static_cast<const T*>(a_.x_data) + tile.batch * g.in_features * g.tokens + tile.token;
+    const int tokens = min(C::kTokens, static_cast<int>(g.tokens) - tile.token);
     int part = 0, values_row = 0;
     for (int step = 0; step < steps; ++step, at_.Advance(a_.slots)) {
-      BarrierWait(shared_.Empty(at_.slot), at_.parity ^ 1);
-      if (warp_ == 0 && ElectOne()) CopyWeights(tile, window, values_row);
-      __syncwarp();
-      if constexpr (C::kGather == Gather::kBoxes) {
-        GatherBoxes(tile, part * a_.run_rows, list);
+      if constexpr (C::kGather == Gather::kLanes) {
+        GatherLanes(tile, window, values_row, x, tokens, list);
       } else {
-        GatherLanes(x + token, left, list);
+        BarrierWait(shared_.Empty(at_.slot), at_.parity ^ 1);
+        if constexpr (C::kGather == Gather::kRows) {
+          GatherRows(tile, window, values_row, x, tokens, list);
+        } else {
+          if (ElectOne()) GatherBoxes(tile, window, values_row, part * a_.run_rows, list);
+          __syncwarp();
+        }
       }
       // The next stage: of the same unit, of the same window, or of the next windows.
       if (++part == a_.stages_per_unit) {
@@ -264,78 +272,127 @@ class Producer {
     }
   }
 
+  // One thread.
   __device__ void CopyWeights(const Tile& tile, int window, int row) {
-    BarrierArriveExpect(shared_.Full(at_.slot), expected_bytes_);
-    if (C::kCluster > 1) {
-      if ((at_.slot & (C::kCluster - 1)) != rank_) return;
-      BarrierWait(shared_.SharedEmpty(at_.slot), at_.parity ^ 1);
-    }
 #pragma unroll
     for (int chunk = 0; chunk < C::kOutChunks; ++chunk) {
-      LoadBox<C::kCluster>(shared_.Weights(at_.slot) + chunk * shared_.ChunkBytes(), &a_.values, shared_.Full(at_.slot),
-                           tile.column + chunk * kChunk, row, tile.block, window, tile.batch);
+      LoadBox(shared_.Weights(at_.slot) + chunk * shared_.WeightChunkBytes(), &a_.values, shared_.Full(at_.slot),
+              tile.column + chunk * kChunk, row, tile.block, window, tile.batch);
     }
   }
 
   // Warps own 64-token chunks; where there are fewer chunks than warps, several share one and take turns.
-  __device__ void GatherBoxes(const Tile& tile, int row_in_unit, const uint32_t* list) {
+  __device__ void GatherBoxes(const Tile& tile, int window, int values_row, int row_in_unit, const uint32_t* list) {
     constexpr int kTurns = C::kTokenChunks < 4 ? 4 / C::kTokenChunks : 1;
     const int chunk = warp_ % C::kTokenChunks;
-    if (!ElectOne()) return;
+    if (warp_ == 0) {
+      BarrierArriveExpect(shared_.Full(at_.slot), a_.filled_rows * kLineBytes * (C::kOutChunks + C::kTokenChunks));
+      CopyWeights(tile, window, values_row);
+    }
     for (int unit = warp_ / C::kTokenChunks; unit < a_.entries_per_stage; unit += kTurns) {
       const int row = static_cast<int>(list[unit]) + row_in_unit;
       const uint32_t line = shared_.Inputs(at_.slot) + unit * a_.run_rows * kLineBytes;
 #pragma unroll
       for (int i = 0; i < C::kTokenChunks; i += 4) {
-        LoadBox(line + (chunk + i) * shared_.ChunkBytes(), &a_.x, shared_.Full(at_.slot),
+        LoadBox(line + (chunk + i) * shared_.InputChunkBytes(), &a_.x, shared_.Full(at_.slot),
                 tile.token + (chunk + i) * kChunk, row, tile.batch);
       }
     }
   }
 
   // Four warps copy 16 rows in a round, kRowsPerPass rows of each warp at once, so that the swizzle phase of a lane's
-  // row (row % 8) takes at most two values. `left`: tokens from the lane's first one to the end.
-  __device__ void GatherLanes(const T* x, int left, const uint32_t* list) {
+  // row (row % 8) takes at most two values.
+  __device__ void GatherLanes(const Tile& tile, int window, int values_row, const T* x, int tokens,
+                              const uint32_t* list) {
     constexpr int kPasses = 4 / kRowsPerPass;  // of a round
     constexpr int kFar = kPieces / kLanesPerRow;
+    constexpr int kRounds = 4;
     const int piece = lane_ % kLanesPerRow;
     const int first = warp_ * kRowsPerPass + lane_ / kLanesPerRow;
+    uint32_t entry[kRounds][kPasses];
+#pragma unroll
+    for (int round = 0; round < kRounds; ++round) {
+      if (round * 16 < a_.rows) {
+#pragma unroll
+        for (int i = 0; i < kPasses; ++i) entry[round][i] = list[round * 16 + first + i * 4 * kRowsPerPass];
+      }
+    }
     // Lanes beyond the last token copy nothing, and point at the tensor's first element.
     const char* from[kFar];
     uint32_t pitch[kFar], bytes[kFar];
 #pragma unroll
     for (int far = 0; far < kFar; ++far) {
-      const int skip = far * kWarpSize * kTokensPerPiece;
-      const bool inside = skip < left;
-      from[far] = reinterpret_cast<const char*>(inside ? x + skip : static_cast<const T*>(a_.x_data));
+      const int token = piece * kTokensPerPiece + far * kWarpSize * kTokensPerPiece;
+      const bool inside = token < tokens;
+      from[far] = reinterpret_cast<const char*>(inside ? x + token : static_cast<const T*>(a_.x_data));
       pitch[far] = inside ? static_cast<uint32_t>(a_.geometry.tokens) * sizeof(T) : 0;
       bytes[far] = inside ? 16 : 0;
     }
-    const uint32_t to = shared_.Inputs(at_.slot) + piece / 8 * shared_.ChunkBytes() + first * kLineBytes;
-    for (int row = 0; row < a_.rows; row += 16) {
-      uint32_t entry[kPasses];
+    BarrierWait(shared_.Empty(at_.slot), at_.parity ^ 1);
+    if (warp_ == 0) {
+      if (ElectOne()) {
+        BarrierArriveExpect(shared_.Full(at_.slot), a_.filled_rows * kLineBytes * C::kOutChunks);
+        CopyWeights(tile, window, values_row);
+      }
+      __syncwarp();
+    }
+    const uint32_t to = shared_.Inputs(at_.slot) + piece / 8 * shared_.InputChunkBytes() + first * kLineBytes;
 #pragma unroll
-      for (int i = 0; i < kPasses; ++i) entry[i] = list[row + first + i * 4 * kRowsPerPass];
+    for (int round = 0; round < kRounds; ++round) {
+      if (round * 16 < a_.rows) {
 #pragma unroll
-      for (int i = 0; i < kPasses; ++i) {
-        constexpr uint32_t kPhases = 8;
-        const uint32_t swizzled = (piece ^ (first + i * 4 * kRowsPerPass)) % kPhases * 16;
-        const uint32_t line = to + (row + i * 4 * kRowsPerPass) * kLineBytes + swizzled;
-        const uint32_t source_row = entry[i] & ~C::kZero;
+        for (int i = 0; i < kPasses; ++i) {
+          constexpr uint32_t kPhases = 8;
+          const uint32_t swizzled = (piece ^ (first + i * 4 * kRowsPerPass)) % kPhases * 16;
+          const uint32_t line = to + (round * 16 + i * 4 * kRowsPerPass) * kLineBytes + swizzled;
+          const uint32_t source = entry[round][i];
 #pragma unroll
-        for (int far = 0; far < kFar; ++far) {
-          CopyAsync16(line + far * (kWarpSize / 8) * shared_.ChunkBytes(), from[far] + static_cast<uint64_t>(source_row) * pitch[far], entry[i] & C::kZero ? 0 : bytes[far]);
+          for (int far = 0; far < kFar; ++far) {
+            CopyAsync16(line + far * (kWarpSize / 8) * shared_.InputChunkBytes(),
+                        from[far] + static_cast<uint64_t>(source & ~C::kZero) * pitch[far],
+                        source & C::kZero ? 0 : bytes[far]);
+          }
         }
       }
     }
     BarrierArriveAfterCopies(shared_.Full(at_.slot));
   }
 
+  // Each warp copies every fourth row and announces its own bytes. A row that stands for zeros is written by the lanes.
+  __device__ void GatherRows(const Tile& tile, int window, int values_row, const T* x, int tokens,
+                             const uint32_t* list) {
+    const uint32_t full = shared_.Full(at_.slot);
+    const uint32_t bytes = tokens * sizeof(T);
+    const uint64_t pitch = static_cast<uint64_t>(a_.geometry.tokens) * sizeof(T);
+    const bool elected = ElectOne();
+    uint32_t expected = 0;
+    if (warp_ == 0) {
+      expected = a_.filled_rows * C::kOut * sizeof(T);
+      if (elected) CopyWeights(tile, window, values_row);
+    }
+    uint32_t to = shared_.Inputs(at_.slot) + warp_ * C::kRowPitch;
+    for (int row = warp_; row < a_.filled_rows; row += 4, to += 4 * C::kRowPitch) {
+      const uint32_t source = list[row];
+      if (source & C::kZero) {
+        for (uint32_t i = lane_ * 16; i < bytes; i += kWarpSize * 16) {
+          asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to + i), "r"(0) : "memory");
+        }
+        ProxyFence();
+        __syncwarp();
+      } else {
+        expected += bytes;
+        if (elected) LoadBytes(to, reinterpret_cast<const char*>(x) + source * pitch, bytes, full);
+      }
+    }
+    if (elected) BarrierArriveExpect(full, expected);
+    __syncwarp();
+  }
+
   const Arguments& a_;
   const SharedMap<C> shared_;
   uint32_t* const lists_;
-  const int rank_, warp_, lane_;
-  uint32_t expected_bytes_;
+  const int warp_, lane_;
+  int window_offset_;  // of window `lane_` of a chunk in its list
   RingPosition at_;
   // The chunk that will be listed next.
   int index_ = 0, listed_window_ = 0;
@@ -345,85 +402,44 @@ class Producer {
 
 // ------------------------------------------------------------------------------------------------------- consumers
 
+// What the two kinds of consumer share: the ring's consumer side and the way of results to memory.
 template <class C>
-class Consumer {
+class ConsumerBase {
  public:
-  static constexpr int kValues = C::kMmaTokens / 2;  // accumulators of a thread
+  __device__ ConsumerBase(const Arguments& a, const SharedMap<C>& shared, int consumer)
+      : a_(a), shared_(shared), consumer_(consumer), warp_(threadIdx.x / kWarpSize % 4),
+        lane_(threadIdx.x % kWarpSize), leader_(threadIdx.x % kWarpgroupSize == 0) {}
 
-  __device__ Consumer(const Arguments& a, const SharedMap<C>& shared, int consumer)
-      : a_(a), shared_(shared), consumer_(consumer) {
-    const int out_chunk = C::kOutChunks == 2 ? consumer : 0;
-    const int token_chunk = C::kOutChunks == 2 ? 0 : consumer * (C::kMmaTokens / kChunk);
-    weights_offset_ = out_chunk * shared.ChunkBytes();
-    inputs_offset_ = token_chunk * shared.ChunkBytes();
-    out_offset_ = out_chunk * kChunk;
-    token_offset_ = token_chunk * kChunk;
-  }
-
-  __device__ void Reduce(float (&d)[kValues]) {
-    const int depths = a_.rows / kMmaDepth;
-    int previous = 0;
-    for (int step = 0; step < a_.steps; ++step, at_.Advance(a_.slots)) {
-      BarrierWait(shared_.Full(at_.slot), at_.parity);
-      if (C::kGather == Gather::kLanes) ProxyFence();
-      uint64_t weights = MmaDescriptor(shared_.Weights(at_.slot) + weights_offset_, shared_.ChunkBytes());
-      uint64_t inputs = MmaDescriptor(shared_.Inputs(at_.slot) + inputs_offset_, shared_.ChunkBytes());
-      MmaFence();
-#ifndef NMS_SKIP_MATH
-#pragma unroll 1
-      for (int depth = 0; depth < depths; ++depth) {
-        Mma<typename C::T, C::kMmaTokens>(d, weights, inputs, step + depth);
-        weights += kMmaDepth * kLineBytes / 16;
-        inputs += kMmaDepth * kLineBytes / 16;
-      }
-#endif
-      MmaCommit();
-      MmaWait<1>();
-      if (step > 0) Release(previous);
-      previous = at_.slot;
-    }
-    MmaWait<0>();
-    Release(previous);
-  }
-
-  __device__ void Finish(float (&d)[kValues], const Tile& tile) {
-    const Geometry& g = a_.geometry;
-    const int row = threadIdx.x / kWarpSize % 4 * 16 + threadIdx.x % kWarpSize / 4;
-    const int out = tile.out + out_offset_ + row;
-    ApplyAffine(d, tile.batch * g.out_features, out);
-    if (a_.epilogue.activation != Activation::kNone) ApplyActivation(d);
-    if (a_.result.dtype == DType::kF32) {
-      StoreFloats(d, tile, out);
-    } else if (a_.result.dtype == DType::kF16) {
-      StoreBoxes<__half2>(d, tile);
-    } else {
-      StoreBoxes<__nv_bfloat162>(d, tile);
-    }
-  }
-
- private:
+ protected:
   __device__ void Release(int slot) {
-    if (threadIdx.x % kWarpgroupSize != 0) return;
-    BarrierArrive(shared_.Empty(slot));
-    if (C::kCluster > 1) BarrierArriveAt(shared_.SharedEmpty(slot), slot & (C::kCluster - 1));
+    if (leader_) BarrierArrive(shared_.Empty(slot));
   }
 
-  __device__ void ApplyAffine(float (&d)[kValues], int64_t batch_row, int out) {
-    const Epilogue& e = a_.epilogue;
-    if (e.scales == nullptr && e.bias.data == nullptr) return;
-    float scale[2] = {1.0f, 1.0f}, bias[2] = {0.0f, 0.0f};
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (out + 8 * half >= a_.geometry.out_features) continue;
-      if (e.scales != nullptr) scale[half] = e.scales[batch_row + out + 8 * half];
-      if (e.bias.data != nullptr) bias[half] = LoadAsFloat(e.bias, batch_row + out + 8 * half);
+  // A slot is given back when its products are done. They run while the next slot is awaited; where that has not landed
+  // yet there is nothing to overlap, and the slot is given back first.
+  __device__ void AwaitSlot(int& pending) {
+    if (pending >= 0 && !BarrierTest(shared_.Full(at_.slot), at_.parity)) {
+      MmaWait<0>();
+      Release(pending);
+      pending = -1;
     }
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) d[i] = fmaf(d[i], scale[i / 2 % 2], bias[i / 2 % 2]);
+    BarrierWait(shared_.Full(at_.slot), at_.parity);
+  }
+
+  __device__ bool HasAffine() const { return a_.epilogue.scales != nullptr || a_.epilogue.bias.data != nullptr; }
+  __device__ float2 ScaleAndBias(int batch, int out) const {
+    const Geometry& g = a_.geometry;
+    float2 result = make_float2(1.0f, 0.0f);
+    if (out >= g.out_features) return result;
+    const int64_t at = batch * g.out_features + out;
+    if (a_.epilogue.scales != nullptr) result.x = a_.epilogue.scales[at];
+    if (a_.epilogue.bias.data != nullptr) result.y = LoadAsFloat(a_.epilogue.bias, at);
+    return result;
   }
 
   // A loop over groups of accumulators, so that the code of the activation is there 8 times and not 128: registers
-  // cannot be indexed, hence the switch-like unrolled selections.
+  // cannot be indexed, hence the unrolled selections.
+  template <int kValues>
   __device__ void ApplyActivation(float (&d)[kValues]) {
     constexpr int kGroup = 8;
 #pragma unroll 1
@@ -442,53 +458,130 @@ class Consumer {
     }
   }
 
-  // 64 x 64 results at a time pass through shared memory, one line per column, swizzled: the eight rows that one
-  // stmatrix phase writes fall into different banks.
+  // A box of results passes through shared memory, one line of 64 tokens per column, swizzled: the eight rows that one
+  // stmatrix phase writes fall into different banks. `index` counts boxes: it picks the buffer.
+  __device__ uint32_t AwaitStoreBuffer(int index) {
+    const uint32_t buffer = shared_.Store(consumer_) + index % C::kStoreBuffers * C::kStoreBytes;
+    if (leader_) StoreWaitRead<C::kStoreBuffers - 1>();
+    NamedBarrier(1 + consumer_, kWarpgroupSize);
+    return buffer;
+  }
+  __device__ void SendStoreBuffer(uint32_t buffer, int token, int out, int batch) {
+    ProxyFence();
+    NamedBarrier(1 + consumer_, kWarpgroupSize);
+    if (leader_) {
+      StoreBox(&a_.y, buffer, token, out, batch);
+      StoreCommit();
+    }
+  }
+  __device__ static uint32_t Swizzled(uint32_t buffer, int line, int piece) {
+    return buffer + line * kLineBytes + (piece ^ line % 8) * 16;
+  }
   template <class Pair>
-  __device__ void StoreBoxes(float (&d)[kValues], const Tile& tile) {
-    const int lane = threadIdx.x % kWarpSize;
-    const int line = threadIdx.x / kWarpSize % 4 * 16 + lane % 16;
-    const bool leader = threadIdx.x % kWarpgroupSize == 0;
+  __device__ static uint32_t Round(float low, float high) {
+    Pair rounded;
+    if constexpr (std::is_same_v<Pair, __half2>) {
+      rounded = __floats2half2_rn(low, high);
+    } else {
+      rounded = __floats2bfloat162_rn(low, high);
+    }
+    uint32_t bits;
+    memcpy(&bits, &rounded, sizeof(bits));
+    return bits;
+  }
+
+  const Arguments& a_;
+  const SharedMap<C> shared_;
+  const int consumer_, warp_, lane_;
+  const bool leader_;
+  RingPosition at_;
+};
+
+// Boxes, lanes: d is 64 columns x kMmaTokens tokens.
+template <class C>
+class ColumnConsumer : public ConsumerBase<C> {
+ public:
+  using Base = ConsumerBase<C>;
+  static constexpr int kValues = C::kMmaTokens / 2;
+
+  __device__ ColumnConsumer(const Arguments& a, const SharedMap<C>& shared, int consumer) : Base(a, shared, consumer) {
+    const int out_chunk = C::kOutChunks == 2 ? consumer : 0;
+    const int token_chunk = C::kOutChunks == 2 ? 0 : consumer * (C::kMmaTokens / kChunk);
+    weights_offset_ = out_chunk * shared.WeightChunkBytes();
+    inputs_offset_ = token_chunk * shared.InputChunkBytes();
+    out_offset_ = out_chunk * kChunk;
+    token_offset_ = token_chunk * kChunk;
+  }
+
+  __device__ void Run(const Tile& tile) {
+    float d[kValues];
+    Reduce(d);
+    const int out = tile.out + out_offset_ + warp_ * 16 + lane_ / 4;
+    if (Base::HasAffine()) {
+      const float2 affine[2] = {Base::ScaleAndBias(tile.batch, out), Base::ScaleAndBias(tile.batch, out + 8)};
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) d[i] = fmaf(d[i], affine[i / 2 % 2].x, affine[i / 2 % 2].y);
+    }
+    if (a_.epilogue.activation != Activation::kNone) Base::ApplyActivation(d);
+    if (a_.result.dtype == DType::kF32) {
+      StoreFloats(d, tile, out);
+    } else if (a_.result.dtype == DType::kF16) {
+      StoreBoxes<__half2>(d, tile);
+    } else {
+      StoreBoxes<__nv_bfloat162>(d, tile);
+    }
+  }
+
+ private:
+  using Base::a_, Base::at_, Base::lane_, Base::shared_, Base::warp_;
+
+  __device__ void Reduce(float (&d)[kValues]) {
+    const int depths = a_.rows / kMmaDepth;
+    int pending = -1;
+    for (int step = 0; step < a_.steps; ++step, at_.Advance(a_.slots)) {
+      Base::AwaitSlot(pending);
+      if (C::kGather == Gather::kLanes) ProxyFence();
+      uint64_t weights = MmaDescriptor(shared_.Weights(at_.slot) + weights_offset_, shared_.WeightChunkBytes());
+      uint64_t inputs = MmaDescriptor(shared_.Inputs(at_.slot) + inputs_offset_, shared_.InputChunkBytes());
+      MmaFence();
+#ifndef NMS_SKIP_MATH
+#pragma unroll 1
+      for (int depth = 0; depth < depths; ++depth) {
+        Mma<typename C::T, C::kMmaTokens>(d, weights, inputs, step + depth);
+        weights += kMmaDepth * kLineBytes / 16;
+        inputs += kMmaDepth * kLineBytes / 16;
+      }
+#endif
+      MmaCommit();
+      MmaWait<1>();
+      if (pending >= 0) Base::Release(pending);
+      pending = at_.slot;
+    }
+    MmaWait<0>();
+    Base::Release(pending);
+  }
+
+  template <class Pair>
+  __device__ void StoreBoxes(const float (&d)[kValues], const Tile& tile) {
 #pragma unroll
     for (int chunk = 0; chunk < C::kMmaTokens / kChunk; ++chunk) {
-      const uint32_t buffer = shared_.Store(consumer_) + chunk % C::kStoreBuffers * C::kStoreBytes;
-      if (leader) StoreWaitRead<C::kStoreBuffers - 1>();
-      NamedBarrier(1 + consumer_, kWarpgroupSize);
+      const uint32_t buffer = Base::AwaitStoreBuffer(chunk);
 #pragma unroll
       for (int pair = 0; pair < kChunk / 16; ++pair) {
-        uint32_t packed[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int first = chunk * 32 + pair * 8 + i * 2;
-          const Pair rounded = Round<Pair>(d[first], d[first + 1]);
-          memcpy(&packed[i], &rounded, sizeof(rounded));
-        }
-        const uint32_t to = buffer + line * kLineBytes + ((pair * 2 + lane / 16) ^ (line % 8)) * 16;
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(packed[0]),
-                     "r"(packed[1]), "r"(packed[2]), "r"(packed[3])
+        const float* v = d + chunk * 32 + pair * 8;
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                         Base::Swizzled(buffer, warp_ * 16 + lane_ % 16, pair * 2 + lane_ / 16)),
+                     "r"(Base::template Round<Pair>(v[0], v[1])), "r"(Base::template Round<Pair>(v[2], v[3])),
+                     "r"(Base::template Round<Pair>(v[4], v[5])), "r"(Base::template Round<Pair>(v[6], v[7]))
                      : "memory");
       }
-      ProxyFence();
-      NamedBarrier(1 + consumer_, kWarpgroupSize);
-      if (leader) {
-        StoreBox(&a_.y, buffer, tile.token + token_offset_ + chunk * kChunk, tile.out + out_offset_, tile.batch);
-        StoreCommit();
-      }
+      Base::SendStoreBuffer(buffer, tile.token + token_offset_ + chunk * kChunk, tile.out + out_offset_, tile.batch);
     }
   }
 
-  template <class Pair>
-  __device__ static Pair Round(float low, float high) {
-    if constexpr (std::is_same_v<Pair, __half2>) {
-      return __floats2half2_rn(low, high);
-    } else {
-      return __floats2bfloat162_rn(low, high);
-    }
-  }
-
-  __device__ void StoreFloats(float (&d)[kValues], const Tile& tile, int out) {
+  __device__ void StoreFloats(const float (&d)[kValues], const Tile& tile, int out) {
     const Geometry& g = a_.geometry;
-    const int first_token = tile.token + token_offset_ + threadIdx.x % 4 * 2;
+    const int first_token = tile.token + token_offset_ + lane_ % 4 * 2;
     float* y = static_cast<float*>(a_.result.data) + (tile.batch * g.out_features + out) * g.tokens + first_token;
 #pragma unroll
     for (int i = 0; i < kValues; i += 2) {
@@ -499,12 +592,118 @@ class Consumer {
     }
   }
 
-  const Arguments& a_;
-  const SharedMap<C> shared_;
-  const int consumer_;
-  RingPosition at_;
   uint32_t weights_offset_, inputs_offset_;
   int out_offset_, token_offset_;
+};
+
+// Rows: d is kBlocks x 64 tokens x kOut columns. While the products of one depth run, the next one's rows of x are read
+// into the other set of registers.
+template <class C>
+class RowConsumer : public ConsumerBase<C> {
+ public:
+  using Base = ConsumerBase<C>;
+  using Base::Base;
+  static constexpr int kValues = C::kOut / 2;  // of a block
+
+  __device__ void Run(const Tile& tile) {
+    float d[C::kBlocks][kValues];
+    Reduce(d);
+    const int out = tile.out + lane_ % 4 * 2;
+    if (Base::HasAffine()) {
+#pragma unroll
+      for (int i = 0; i < kValues; i += 4) {
+        const float2 affine[2] = {Base::ScaleAndBias(tile.batch, out + i * 2),
+                                  Base::ScaleAndBias(tile.batch, out + i * 2 + 1)};
+#pragma unroll
+        for (int block = 0; block < C::kBlocks; ++block) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) d[block][i + j] = fmaf(d[block][i + j], affine[j % 2].x, affine[j % 2].y);
+        }
+      }
+    }
+#pragma unroll
+    for (int block = 0; block < C::kBlocks; ++block) {
+      const int token = tile.token + (Base::consumer_ * C::kBlocks + block) * kMmaRows;
+      if (a_.epilogue.activation != Activation::kNone) Base::ApplyActivation(d[block]);
+      if (a_.result.dtype == DType::kF32) {
+        StoreFloats(d[block], tile, token, out);
+      } else if (a_.result.dtype == DType::kF16) {
+        StoreBoxes<__half2>(d[block], tile, token, block);
+      } else {
+        StoreBoxes<__nv_bfloat162>(d[block], tile, token, block);
+      }
+    }
+  }
+
+ private:
+  using Base::a_, Base::at_, Base::lane_, Base::shared_, Base::warp_;
+  static constexpr int kOutLineBytes = C::kOutLine * 2;
+
+  __device__ void Reduce(float (&d)[C::kBlocks][kValues]) {
+    // Lines k = lane / 16 * 8 + lane % 8 of the warp's 16 tokens: the upper half of the tokens where lane & 8.
+    const uint32_t lane_offset = (lane_ / 16 * 8 + lane_ % 8) * C::kRowPitch +
+                                 (Base::consumer_ * C::kBlocks * kMmaRows + warp_ * 16 + (lane_ & 8)) * 2;
+    uint32_t x[2][C::kBlocks][4];
+    int pending = -1;
+    for (int step = 0; step < a_.steps; ++step, at_.Advance(a_.slots)) {
+      Base::AwaitSlot(pending);
+      const uint32_t inputs = shared_.Inputs(at_.slot) + lane_offset;
+      const uint64_t weights = MmaDescriptor<kOutLineBytes>(shared_.Weights(at_.slot), shared_.WeightChunkBytes());
+#pragma unroll
+      for (int depth = 0; depth < C::kDepths; ++depth) {
+#pragma unroll
+        for (int block = 0; block < C::kBlocks; ++block) {
+          uint32_t(&r)[4] = x[depth % 2][block];
+          asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                       : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                       : "r"(inputs + depth * kMmaDepth * C::kRowPitch + block * kMmaRows * 2)
+                       : "memory");
+        }
+        MmaFence();
+#pragma unroll
+        for (int block = 0; block < C::kBlocks; ++block) {
+          Mma<typename C::T, C::kOut>(d[block], x[depth % 2][block], weights + depth * (kMmaDepth * kOutLineBytes / 16),
+                                      step + depth);
+        }
+        MmaCommit();
+        MmaWait<1>();
+        if (depth == 0 && pending >= 0) Base::Release(pending);
+      }
+      pending = at_.slot;
+    }
+    MmaWait<0>();
+    Base::Release(pending);
+  }
+
+  template <class Pair>
+  __device__ void StoreBoxes(const float (&d)[kValues], const Tile& tile, int token, int block) {
+#pragma unroll
+    for (int chunk = 0; chunk < C::kOutChunks; ++chunk) {
+      const uint32_t buffer = Base::AwaitStoreBuffer(block * C::kOutChunks + chunk);
+      // Four 8 x 8 matrices: tokens 0-7 and 8-15 of the warp's 16, columns 16 pair and 16 pair + 8; transposed.
+#pragma unroll
+      for (int pair = 0; pair < C::kOutLine / 16; ++pair) {
+        const float* v = d + chunk * (C::kOutLine / 2) + pair * 8;
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(Base::Swizzled(
+                         buffer, pair * 16 + lane_ / 16 * 8 + lane_ % 8, warp_ * 2 + lane_ / 8 % 2)),
+                     "r"(Base::template Round<Pair>(v[0], v[1])), "r"(Base::template Round<Pair>(v[2], v[3])),
+                     "r"(Base::template Round<Pair>(v[4], v[5])), "r"(Base::template Round<Pair>(v[6], v[7]))
+                     : "memory");
+      }
+      Base::SendStoreBuffer(buffer, token, tile.out + chunk * kChunk, tile.batch);
+    }
+  }
+
+  __device__ void StoreFloats(const float (&d)[kValues], const Tile& tile, int token, int out) {
+    const Geometry& g = a_.geometry;
+    const int first = token + warp_ * 16 + lane_ / 4;
+    float* const y = static_cast<float*>(a_.result.data) + (tile.batch * g.out_features + out) * g.tokens + first;
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      const int column = i / 4 * 8 + i % 2, half = i / 2 % 2;
+      if (out + column < g.out_features && first + 8 * half < g.tokens) y[column * g.tokens + 8 * half] = d[i];
+    }
+  }
 };
 
 // ---------------------------------------------------------------------------------------------------------- kernel
@@ -514,46 +713,35 @@ __global__ void __launch_bounds__(C::kThreads, 1) ManyTokens(const __grid_consta
   extern __shared__ __align__(1024) uint8_t storage[];
   const SharedMap<C> shared{SharedAddress(storage), a.rows, a.slots};
   const int warpgroup = threadIdx.x / kWarpgroupSize;
-  const int rank = C::kCluster > 1 ? static_cast<int>(ClusterRank()) : 0;
   if (threadIdx.x == 0) {
-    constexpr int kGatherers = C::kGather == Gather::kLanes ? kWarpgroupSize : 0;
+    constexpr int kArrivals = C::kGather == Gather::kBoxes ? 1 : C::kGather == Gather::kRows ? 4 : 1 + kWarpgroupSize;
     for (int slot = 0; slot < a.slots; ++slot) {
-      BarrierInit(shared.Full(slot), 1 + kGatherers);
+      BarrierInit(shared.Full(slot), kArrivals);
       BarrierInit(shared.Empty(slot), C::kConsumers);
-      BarrierInit(shared.SharedEmpty(slot), C::kConsumers * C::kCluster);
     }
     BarrierInitFence();
   }
+  // Zeros for the rows of a stage that no unit fills. (The stages as a whole: it happens once.)
+  if (a.filled_rows < a.rows) {
+    uint4* const stages = reinterpret_cast<uint4*>(storage);
+    for (int i = threadIdx.x; i < a.slots * C::StageBytes(a.rows) / 16; i += C::kThreads) stages[i] = uint4{};
+  }
   uint32_t* const lists = reinterpret_cast<uint32_t*>(storage + (shared.Lists() - shared.base));
   for (int i = threadIdx.x; i < 2 * C::kListEntries; i += C::kThreads) {
-    lists[i] = C::kGather == Gather::kLanes ? C::kZero : static_cast<uint32_t>(a.geometry.in_features);
-  }
-  // Rows of a stage that no unit fills.
-  const int tail_words = (a.rows - a.filled_rows) * kLineBytes / 4;
-  for (int chunk = 0; tail_words > 0 && chunk < a.slots * (C::kOutChunks + C::kTokenChunks); ++chunk) {
-    uint32_t* tail = reinterpret_cast<uint32_t*>(storage + (chunk * a.rows + a.filled_rows) * kLineBytes);
-    for (int i = threadIdx.x; i < tail_words; i += C::kThreads) tail[i] = 0;
+    lists[i] = C::kGather == Gather::kBoxes ? static_cast<uint32_t>(a.geometry.in_features) : C::kZero;
   }
   ProxyFence();
   __syncthreads();
-  if (C::kCluster > 1) ClusterSync();
 
   if (warpgroup >= C::kConsumers) {
     ReleaseRegisters<C::kProducerRegisters>();
-    Producer<C>(a, shared, lists, rank).Run();
-    __syncwarp();
+    Producer<C>(a, shared, lists).Run();
   } else {
     ClaimRegisters<C::kConsumerRegisters>();
-    Consumer<C> consumer(a, shared, warpgroup);
-    for (int index = blockIdx.x / C::kCluster; index < a.tiles; index += gridDim.x / C::kCluster) {
-      float d[Consumer<C>::kValues];
-      consumer.Reduce(d);
-      consumer.Finish(d, TileAt<C>(a, index, rank));
-    }
+    std::conditional_t<C::kRows, RowConsumer<C>, ColumnConsumer<C>> consumer(a, shared, warpgroup);
+    for (int index = blockIdx.x; index < a.tiles; index += gridDim.x) consumer.Run(TileAt<C>(a, index));
     if (threadIdx.x % kWarpgroupSize == 0) StoreWaitRead<0>();
-    __syncwarp();
   }
-  if (C::kCluster > 1) ClusterSync();  // no block leaves while others still copy or arrive here
 }
 
 }  // namespace nmsparse::cuda::block

@@ -34,13 +34,15 @@
 
 namespace nmsparse::cuda::block {
 
-template <class Value_, int kVector_, int kTokenTiles_, int kWarps_, int kStages_>
+template <class Value_, int kVector_, int kTokenTiles_, int kStages_, int kBlocks_>
 struct MmaConfig {
   using Value = Value_;
   static constexpr int kVector = kVector_;          // columns of a lane
   static constexpr int kTokenTiles = kTokenTiles_;  // 8 tokens each
-  static constexpr int kWarps = kWarps_;
   static constexpr int kStages = kStages_;
+  static constexpr int kBlocks = kBlocks_;  // of a multiprocessor: two hide each other's staging of x
+  static constexpr bool kEarly = kTokenTiles != 4;  // registers to read the next x tile while this one is multiplied
+  static constexpr int kWarps = 8;
   static constexpr int kTokens = 8 * kTokenTiles;
   static constexpr int kThreads = kWarps * kWarpSize;
   static constexpr int kDepth = 16;  // kept rows of a step
@@ -49,7 +51,7 @@ struct MmaConfig {
   static constexpr int kRowBytes = 8 * kVectorBytes;
   static constexpr int kStageBytes = kDepth * kRowBytes;  // of one warp
   static constexpr int kRingBytes = kWarps * kStages * kStageBytes;
-  using Tile = XTile<kTokenTiles, kThreads>;
+  using Tile = XTile<kTokenTiles, kThreads, kBlocks == 1 ? 2048 : 1024>;
   static_assert(sizeof(Value) == 2, "fragments are built from 16-bit elements");
   static_assert(kVector == 2 || kVector == 4 || kVector == 8, "a lane copies 4, 8 or 16 bytes of a row");
   static_assert(kStages >= 2, "the slot being filled must not be the one being read");
@@ -63,6 +65,13 @@ struct MmaPlan {
   int32_t blocks;         // column blocks that a block of threads touches
   int32_t table_rows;     // kept rows of a chunk
   bool aligned_x;         // rows of x can be read 16 bytes at a time
+};
+
+// j / divisor for j * divisor < 2^32.
+struct Divider {
+  uint32_t divisor, magic;
+  __device__ explicit Divider(uint32_t d) : divisor(d), magic(d == 1 ? 0 : 0xffffffffu / d + 1) {}
+  __device__ __forceinline__ int operator()(uint32_t j) const { return divisor == 1 ? j : __umulhi(j, magic); }
 };
 
 // The kept values of one warp's columns, step by step, on their way into the warp's ring. Kept rows are numbered through
@@ -112,7 +121,7 @@ struct WeightStream {
 };
 
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, 1) BlockMmaKernel(Problem problem, MmaPlan plan) {
+__global__ void __launch_bounds__(C::kThreads, C::kBlocks) BlockMmaKernel(Problem problem, MmaPlan plan) {
   using Value = typename C::Value;
   using Tile = typename C::Tile;
   extern __shared__ __align__(128) unsigned char shared[];
@@ -154,35 +163,59 @@ __global__ void __launch_bounds__(C::kThreads, 1) BlockMmaKernel(Problem problem
   const int blocks = static_cast<int>(min(int64_t{plan.blocks}, geometry.out_blocks - first_block));
   const uint32_t* mask = problem.mask + batch * MaskPerBatch(geometry) + int64_t{first_block} * geometry.mask_words;
   const int64_t mask_pitch = geometry.out_blocks * geometry.mask_words;
+  const Divider divide_by_blocks(blocks);
   const Value* x = static_cast<const Value*>(problem.x.data) + (batch * geometry.tokens + token0) * geometry.in_features;
   unsigned char* const tiles = shared + C::kRingBytes;
   uint16_t* const tables = reinterpret_cast<uint16_t*>(tiles + 2 * Tile::kBytes);
   const int table_size = plan.blocks * plan.table_rows;
 
   Tile staged;
-  uint32_t words[2];  // lane 8 * b + i: mask word of window warp + kWarps * i, block b; and of block b + 4
+  // Thread 4 * i + j tabulates byte j of pair i of (window, block), and of pairs kPairs, 2 * kPairs ... further.
+  constexpr int kPairs = C::kThreads / 4;
+  const bool bytes = geometry.bk == 1 && geometry.window_units == kMaskBits;
+  uint32_t words[2];
+  auto word_at = [&](int window, int pair) {
+    const int w = divide_by_blocks(pair);
+    return mask + (window + w) * mask_pitch + (pair - w * blocks) * geometry.mask_words;
+  };
   auto load = [&](int window) {
     const int count = min(plan.chunk_windows, window_end - window);
     const int64_t k = int64_t{window} * rows_per_window;
     staged.Load(x + k, geometry.in_features, tokens, geometry.in_features - k, count * rows_per_window, plan.aligned_x);
-    const int w = warp + C::kWarps * (lane % 8), b = lane / 8;
-    const uint32_t* const source = mask + (window + w) * mask_pitch + b * geometry.mask_words;
-    words[0] = w < count && b < blocks ? __ldg(source) : 0;
-    words[1] = w < count && b + 4 < blocks ? __ldg(source + 4 * geometry.mask_words) : 0;
+    if (!bytes) return;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int pair = threadIdx.x / 4 + i * kPairs;
+      words[i] = pair < count * blocks ? __ldg(word_at(window, pair)) : 0;
+    }
   };
   auto store = [&](int window, int buffer) {
-    const int count = min(plan.chunk_windows, window_end - window);
+    const int count = min(plan.chunk_windows, window_end - window), pairs = count * blocks;
     staged.Store(tiles + buffer * Tile::kBytes, count * rows_per_window);
-    for (int b = 0; b < blocks; ++b) {
-      uint16_t* const table = tables + buffer * table_size + b * plan.table_rows;
-      for (int w = warp, i = 0; w < count; w += C::kWarps, ++i) {
-        const uint32_t* source = mask + (window + w) * mask_pitch + b * geometry.mask_words;
-        const uint32_t word = i < 8 && b < 8 ? __shfl_sync(0xffffffffu, b < 4 ? words[0] : words[1], b % 4 * 8 + i)
-                                             : __ldg(source);
-        TabulateWindow<Tile>(table + w * kept, geometry, source, word, w * rows_per_window);
+    uint16_t* const table = tables + buffer * table_size;
+    auto place = [&](int pair, int w) { return table + (pair - w * blocks) * plan.table_rows + w * kept; };
+    if (bytes) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int pair = threadIdx.x / 4 + i * kPairs, w = divide_by_blocks(pair);
+        if (pair < pairs) TabulateByte<Tile>(place(pair, w), kept, words[i], threadIdx.x % 4, w * kMaskBits);
       }
-      const int row = count * kept + lane;  // the last step may be short
-      if (warp == b % C::kWarps && lane < C::kDepth && row < plan.table_rows) table[row] = Tile::kZeroRow;
+#pragma unroll 1
+      for (int pair = threadIdx.x / 4 + 2 * kPairs; pair < pairs; pair += kPairs) {
+        const int w = divide_by_blocks(pair);
+        TabulateByte<Tile>(place(pair, w), kept, __ldg(word_at(window, pair)), threadIdx.x % 4, w * kMaskBits);
+      }
+    } else {
+#pragma unroll 1
+      for (int pair = threadIdx.x; pair < pairs; pair += C::kThreads) {
+        const int w = divide_by_blocks(pair);
+        TabulateWindow<Tile>(place(pair, w), geometry.q, geometry.bk, geometry.window_units, word_at(window, pair),
+                             w * rows_per_window);
+      }
+    }
+    for (int b = warp; b < blocks; b += C::kWarps) {  // the last step may be short
+      const int row = count * kept + lane;
+      if (lane < C::kDepth && row < plan.table_rows) table[b * plan.table_rows + row] = Tile::kZeroRow;
     }
   };
 
@@ -205,7 +238,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) BlockMmaKernel(Problem problem
   int step = group;  // counted from window_begin
   for (int window = window_begin, buffer = 0; window < window_end; window += plan.chunk_windows, buffer ^= 1) {
     const int next = window + plan.chunk_windows;
-    if (next < window_end) load(next);
+    if (C::kEarly && next < window_end) load(next);
     const int chunk_step = (window - window_begin) * kept / C::kDepth;
     const int end_row = min((next - window_begin) * kept, rows);
     const uint32_t tile = SharedAddress(tiles + buffer * Tile::kBytes);
@@ -239,7 +272,10 @@ __global__ void __launch_bounds__(C::kThreads, 1) BlockMmaKernel(Problem problem
         for (int n = 0; n < C::kTokenTiles; ++n) Mma<Value>(sums[i][n], a, b[n][0], b[n][1]);
       }
     }
-    if (next < window_end) store(next, buffer ^ 1);
+    if (next < window_end) {
+      if (!C::kEarly) load(next);
+      store(next, buffer ^ 1);
+    }
     __syncthreads();
   }
 

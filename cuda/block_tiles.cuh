@@ -127,9 +127,9 @@ __device__ __forceinline__ float4 LoadFromBlock(uint32_t address, int block) {
 //
 // Thread i stages 8 rows (octet i % kOctets) of kTaskTokens tokens: Load reads 16 bytes of each token of x into
 // registers, Store transposes them, so that the latency of Load is hidden behind the tile before.
-template <int kTokenTiles, int kThreads>
+template <int kTokenTiles, int kThreads, int kUnits_>
 struct XTile {
-  static constexpr int kUnits = 2048;
+  static constexpr int kUnits = kUnits_;  // of 8 tokens of one row
   static constexpr int kRows = kUnits / kTokenTiles;
   static constexpr int kOctets = kRows / 8;
   static constexpr int kTaskTokens = kRows * kTokenTiles / kThreads;  // 8 rows each
@@ -203,43 +203,44 @@ struct XTile {
   }
 };
 
-// Writes XTile::Row of every kept row of one (window, block) to `table`, in the order of the values. One warp.
-// `first_row`: the window's first row inside the tile. Missing bits of a corrupt mask point at the row of zeros.
-// `word`: the first mask word, `words`: where all of them are.
+// Writes XTile::Row of the kept rows of one (window, block) to `table`, in the order of the values. `first_row`: the
+// window's first row inside the tile. Missing bits of a corrupt mask point at the row of zeros, surplus bits are ignored.
+
+// One byte of a mask of 32 units of one row: one thread. `first_row` is a multiple of 8.
 template <class Tile>
-__device__ __forceinline__ void TabulateWindow(uint16_t* table, const Geometry& geometry, const uint32_t* words,
-                                               uint32_t word, int first_row) {
-  const int lane = threadIdx.x % kWarpSize;
-  const uint32_t below = (1u << lane) - 1;
-  int kept = 0;
-  if (geometry.bk == 1 && geometry.mask_words == 1) {
-    if (geometry.window_units < kMaskBits) word &= (1u << geometry.window_units) - 1;
-    const int rank = __popc(word & below);
-    if ((word >> lane & 1) != 0 && rank < geometry.q) table[rank] = static_cast<uint16_t>(Tile::Row(first_row + lane));
-    kept = __popc(word);
-    if (kept >= geometry.q) return;
-  } else {
+__device__ __forceinline__ void TabulateByte(uint16_t* table, int q, uint32_t word, int byte, int first_row) {
+  int rank = __popc(word & ((1u << byte * 8) - 1));
+  const uint32_t bits = word >> byte * 8, row = Tile::Row(first_row + byte * 8);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if ((bits >> i & 1) != 0 && rank < q) table[rank++] = static_cast<uint16_t>(row ^ Tile::Row(i));
+  }
+  if (byte == 3) {
 #pragma unroll 1
-    for (int i = 0; i < geometry.mask_words; ++i) {
-      uint32_t bits = i == 0 ? word : __ldg(words + i);
-      const int units = geometry.window_units - i * kMaskBits;
-      if (units < kMaskBits) bits &= (1u << units) - 1;
-      const int rank = kept + __popc(bits & below);
-      if ((bits >> lane & 1) != 0 && rank < geometry.q) {
-        const int row = first_row + (i * kMaskBits + lane) * geometry.bk;
-#pragma unroll 2
-        for (int r = 0; r < geometry.bk; ++r) table[rank * geometry.bk + r] = static_cast<uint16_t>(Tile::Row(row + r));
-      }
-      kept += __popc(bits);
-    }
+    for (; rank < q; ++rank) table[rank] = Tile::kZeroRow;
+  }
+}
+
+// Any window: one thread.
+template <class Tile>
+__device__ __forceinline__ void TabulateWindow(uint16_t* table, int q, int bk, int window_units, const uint32_t* words,
+                                               int first_row) {
+  int rank = 0;
+#pragma unroll 1
+  for (int unit = 0; unit < window_units && rank < q; ++unit) {
+    if ((__ldg(words + unit / kMaskBits) >> unit % kMaskBits & 1) == 0) continue;
+#pragma unroll 1
+    for (int r = 0; r < bk; ++r) table[rank * bk + r] = static_cast<uint16_t>(Tile::Row(first_row + unit * bk + r));
+    ++rank;
   }
 #pragma unroll 1
-  for (int j = kept * geometry.bk + lane; j < geometry.q * geometry.bk; j += kWarpSize) table[j] = Tile::kZeroRow;
+  for (int j = rank * bk; j < q * bk; ++j) table[j] = Tile::kZeroRow;
 }
 
 // ------------------------------------------------------------------------------------------------------- stores
 
 // Four neighbouring results of one token, through the epilogue; columns at or beyond `columns` are not written.
+template <class T>
 __device__ __forceinline__ void StoreFour(const Problem& problem, int64_t index, int64_t feature, int columns, float4 v) {
   float part[4] = {v.x, v.y, v.z, v.w};
   if (!IsIdentity(problem.epilogue)) {
@@ -248,37 +249,34 @@ __device__ __forceinline__ void StoreFour(const Problem& problem, int64_t index,
       if (i < columns) part[i] = ApplyEpilogue(problem.epilogue, feature + i, part[i]);
     }
   }
-  WithOutputType(problem.result.dtype, [&](auto zero) {
-    using T = decltype(zero);
-    struct alignas(sizeof(T) * 4 > 16 ? 16 : sizeof(T) * 4) Four {
-      T v[4];
-    };
-    T* out = static_cast<T*>(problem.result.data) + index;
-    if (columns >= 4 && reinterpret_cast<uintptr_t>(out) % alignof(Four) == 0) {
-      *reinterpret_cast<Four*>(out) = Four{{To<T>(part[0]), To<T>(part[1]), To<T>(part[2]), To<T>(part[3])}};
-    } else {
+  struct alignas(sizeof(T) * 4 > 16 ? 16 : sizeof(T) * 4) Four {
+    T v[4];
+  };
+  T* out = static_cast<T*>(problem.result.data) + index;
+  if (columns >= 4 && reinterpret_cast<uintptr_t>(out) % alignof(Four) == 0) {
+    *reinterpret_cast<Four*>(out) = Four{{To<T>(part[0]), To<T>(part[1]), To<T>(part[2]), To<T>(part[3])}};
+  } else {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (i < columns) out[i] = To<T>(part[i]);
-      }
+    for (int i = 0; i < 4; ++i) {
+      if (i < columns) out[i] = To<T>(part[i]);
     }
-  });
+  }
 }
 
 // The end of a kernel whose depth is split over `groups` of warps and a cluster of `splits` blocks: adds the partial
 // sums, each in ascending order, and stores y for `tokens` tokens and `columns` columns from `first_column` on.
-// `partial` [groups][tokens][columns + 4] in shared memory, the same place in every block of the cluster. All threads of
-// all its blocks; nothing may touch `partial` afterwards before the kernel ends.
+// `partial` [groups][tokens][columns + 4] in shared memory, the same place in every block of the cluster; `columns` is a
+// power of two. All threads of all its blocks; nothing may touch `partial` afterwards before the kernel ends.
 template <int kThreads>
 __device__ __forceinline__ void CombineAndStore(const Problem& problem, float* partial, int64_t first_token, int tokens,
                                                 int64_t first_column, int columns, int groups, int split, int splits) {
   const Geometry& geometry = problem.geometry;
   const int64_t batch = blockIdx.z;
-  const int pitch = columns + 4, quads = columns / 4, work = tokens * quads;
+  const int pitch = columns + 4, quads = columns / 4, shift = __ffs(quads) - 1, work = tokens << shift;
   __syncthreads();
   if (groups > 1) {
     for (int e = threadIdx.x; e < work; e += kThreads) {
-      float* const at = partial + e / quads * pitch + e % quads * 4;
+      float* const at = partial + (e >> shift) * pitch + (e & (quads - 1)) * 4;
       float4 total = *reinterpret_cast<float4*>(at);
       for (int g = 1; g < groups; ++g) {
         const float4 v = *reinterpret_cast<float4*>(at + g * tokens * pitch);
@@ -288,21 +286,24 @@ __device__ __forceinline__ void CombineAndStore(const Problem& problem, float* p
     }
   }
   SyncCluster(splits);
-  for (int e = split * kThreads + threadIdx.x; e < work; e += splits * kThreads) {
-    const int token = e / quads;
-    const int64_t column = first_column + e % quads * 4;
-    const uint32_t at = SharedAddress(partial + token * pitch + e % quads * 4);
-    float4 total = make_float4(0, 0, 0, 0);
-    for (int s = 0; s < splits; ++s) {
-      const float4 v = LoadFromBlock(at, s);
-      total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
+  WithOutputType(problem.result.dtype, [&](auto zero) {
+    const int64_t first = (batch * geometry.tokens + first_token) * geometry.out_features + first_column;
+    for (int e = split * kThreads + threadIdx.x; e < work; e += splits * kThreads) {
+      const int token = e >> shift, column = (e & (quads - 1)) * 4;
+      const uint32_t at = SharedAddress(partial + token * pitch + column);
+      float4 total = make_float4(0, 0, 0, 0);
+      for (int s = 0; s < splits; ++s) {
+        const float4 v = LoadFromBlock(at, s);
+        total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
+      }
+      const int64_t left = geometry.out_features - first_column - column;
+      if (left > 0) {
+        StoreFour<decltype(zero)>(problem, first + token * geometry.out_features + column,
+                                  batch * geometry.out_features + first_column + column,
+                                  static_cast<int>(min(left, int64_t{4})), total);
+      }
     }
-    const int64_t left = geometry.out_features - column;
-    if (left > 0) {
-      StoreFour(problem, (batch * geometry.tokens + first_token + token) * geometry.out_features + column,
-                batch * geometry.out_features + column, static_cast<int>(min(left, int64_t{4})), total);
-    }
-  }
+  });
   SyncCluster(splits);  // no block may leave while another still reads its sums
 }
 

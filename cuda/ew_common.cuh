@@ -153,18 +153,19 @@ __device__ __forceinline__ void StorePartials(const Problem& problem, const floa
   }
 }
 
-// The accumulators of a warp's two m16n8 tile columns (lane (g, t): columns g, g + 8, tokens 2 t, 2 t + 1) to y.
+// The accumulators of a warp's m16n8 tiles (lane (g, t): columns g, g + 8, tokens 2 t, 2 t + 1) to y.
 template <class C>
-__device__ __forceinline__ void StoreFragments(const Problem& problem, const float (&sums)[2][C::kTokenTiles][4],
+__device__ __forceinline__ void StoreFragments(const Problem& problem, const float (&sums)[C::kTiles][C::kTokenTiles][4],
                                                float* partial, int64_t first_column, int64_t batch) {
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
 #pragma unroll
-  for (int tile = 0; tile < 2; ++tile) {
+  for (int tile = 0; tile < C::kTiles; ++tile) {
 #pragma unroll
     for (int n = 0; n < C::kTokenTiles; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int column = warp * 32 + 16 * tile + 8 * (i / 2) + lane / 4, token = 8 * n + 2 * (lane % 4) + i % 2;
+        const int column = (warp * C::kTiles + tile) * 16 + 8 * (i / 2) + lane / 4;
+        const int token = 8 * n + 2 * (lane % 4) + i % 2;
         partial[token * C::kColumns + column] = sums[tile][n][i];
       }
     }

@@ -13,17 +13,16 @@
 //
 // Zeros of the expanded tile multiply x, as in a dense product: a NaN or infinity in x spoils the sums of every column.
 //
-// Layouts. values [windows, out_features, q], mask [windows, out_features], x [tokens, in_features].
-// A warp owns 32 columns (two m16 tiles), a block 32 * kWarps columns and one of `gridDim.y` shares of the windows.
+// Layouts. values [windows, out_features, q]: a lane reads the q * size contiguous bytes of its (column, window), aligned
+// by construction to the largest power of two in them, one group of four windows ahead. mask [windows, out_features].
+// x [tokens, in_features]. A warp owns 16 columns, a block 16 * kWarps and one of `gridDim.y` shares of the windows.
 //
 // Shared memory, bytes (the base is rounded up to 2048):
-//   0         4096 * kWarps          strips: [warp][upper, lower 8 rows of a tile][pair of rows][lane]
-//   then      Ring::kBytes * kWarps  weights: ew_ring.cuh. 16-byte pieces of a column change places by the window so
-//                                    that the quads' 16-byte reads meet all banks
-//   then      2 * Chunks::kChunkBytes  x: ew_ring.cuh
-//   reused from the ring on at the end: [token][column] partial sums.
-// Synchronisation: a warp's strips and ring are private (cp.async groups and __syncwarp). x: cp.async one chunk ahead,
-// one barrier per chunk. Partial sums are added over the blocks of the cluster in ascending order.
+//   0               4096 * kWarps            strips: [warp][upper, lower 8 rows of the tile][pair of rows][lane]
+//   4096 * kWarps   2 * Chunks::kChunkBytes  x: ew_ring.cuh
+//   reused for the partial sums [token][column] at the end, from 0 on.
+// Synchronisation: strips are private to a lane. x: cp.async one chunk ahead, one barrier per chunk. Partial sums are
+// added over the blocks of the cluster in ascending order.
 #ifndef JAX_NMSPARSE_CUDA_EW_EXPAND_CUH_
 #define JAX_NMSPARSE_CUDA_EW_EXPAND_CUH_
 
@@ -31,27 +30,23 @@
 
 namespace nmsparse::cuda::ew {
 
-template <class X_, class Value_, int kQ_, int kTokens_, int kWarps_, int kStages_, int kMinBlocks_>
+template <class X_, class Value_, int kQ_, int kTokens_, int kWarps_, int kMinBlocks_>
 struct ExpandConfig {
   using X = X_;
   using Value = Value_;
   static constexpr int kQ = kQ_, kTokens = kTokens_, kWarps = kWarps_, kMinBlocks = kMinBlocks_;
+  static constexpr int kTiles = 1;  // m16 tiles of a warp
   static constexpr int kThreads = kWarpSize * kWarps;
-  static constexpr int kColumns = kWarpColumns * kWarps;
+  static constexpr int kColumns = 16 * kTiles * kWarps;
   static constexpr int kTokenTiles = kTokens / 8;
-  // Few tokens: a group's x fragments stay in registers for both column tiles; many: the weights' fragments do.
-  static constexpr bool kHoldX = kTokens <= 16;
-  static constexpr int kChunkWindows = kTokens <= 8 ? 32 : kTokens <= 32 ? 256 / kTokens : 4;
-  // Columns of two 16-byte pieces exchange them in windows 2 and 3; windows begin 4 banks groups apart then, else 2.
-  static constexpr bool kSwizzled = kQ * sizeof(Value) == 32;
-  using Ring = WeightRing<Value, kQ, kStages_, kSwizzled ? 64 : 32>;
+  static constexpr int kChunkWindows = kTokens <= 16 ? 128 / kTokens : 8;
+  using Column = KeptColumn<Value, kQ>;
   using Chunks = XChunks<X, kTokens, kChunkWindows, kThreads, 32>;
   static constexpr int kStripBytes = 2048;
   static constexpr int kStripsBytes = 2 * kStripBytes * kWarps;
-  static constexpr int kPoolBytes = Ring::kBytes * kWarps + 2 * Chunks::kChunkBytes;
   static constexpr int kPartialBytes = kTokens * kColumns * 4;
-  static constexpr int kSharedBytes =
-      kStripBytes + kStripsBytes + (kPoolBytes > kPartialBytes ? kPoolBytes : kPartialBytes);
+  static constexpr int kPoolBytes = kStripsBytes + 2 * Chunks::kChunkBytes;
+  static constexpr int kSharedBytes = kStripBytes + (kPoolBytes > kPartialBytes ? kPoolBytes : kPartialBytes);
   static_assert(sizeof(X) == 2, "fragments hold pairs of 16-bit values");
   static_assert(kTokens % 8 == 0, "a fragment holds 8 tokens");
 };
@@ -112,33 +107,53 @@ template <class C>
 __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     ExpandKernel(const __grid_constant__ Problem problem, const int32_t split_windows) {
   using X = typename C::X;
-  using Ring = typename C::Ring;
   using Chunks = typename C::Chunks;
+  using Column = typename C::Column;
   extern __shared__ __align__(16) char shared[];
   const Geometry& geometry = problem.geometry;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int quad = lane / 4, t = lane % 4;
   const uint32_t base = (SharedAddress(shared) + C::kStripBytes - 1) / C::kStripBytes * C::kStripBytes;
   const uint32_t strips = base + warp * 2 * C::kStripBytes + lane * 4;
-  char* pool = shared + (base - SharedAddress(shared)) + C::kStripsBytes;
-  char* chunks = pool + C::kWarps * Ring::kBytes;
+  char* pool = shared + (base - SharedAddress(shared));
+  char* chunks = pool + C::kStripsBytes;
 
-  const int64_t batch = blockIdx.z;
+  const int64_t batch = blockIdx.z, out = geometry.out_features;
   const int64_t block_column = int64_t{blockIdx.x} * C::kColumns;
   const int first = blockIdx.y * split_windows;
   const int last = static_cast<int>(min(int64_t{first} + split_windows, geometry.windows));
   const uint32_t minus_one = MinusOne();
 
-  const auto swizzle = [](int window, int) { return C::kSwizzled ? window / 2 : 0; };
-  Ring ring;
-  ring.Begin(problem, batch, block_column + warp * kWarpColumns, first, last, pool + warp * Ring::kBytes);
-#pragma unroll 1
-  for (int i = 0; i < Ring::kStages - 1; ++i) ring.Fill(lane, swizzle);
+  // This lane's columns: quad and quad + 8 of the warp's 16; a column beyond the last is read as the last, not stored.
+  const char* values[2];
+  const uint32_t* mask[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int64_t column = min(block_column + warp * 16 + 8 * half + quad, out - 1);
+    const int64_t origin = (batch * geometry.windows + first + t) * out + column;
+    values[half] = static_cast<const char*>(problem.values.data) + origin * Column::kBytes;
+    mask[half] = problem.mask + origin;
+  }
+  Column next[2];
+  uint32_t next_bits[2];
+  auto load = [&](int window) {  // of the group that begins at `window`
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      next_bits[half] = 0;  // beyond the last window: no rows, whatever the values
+      if (window + t < last) {
+        next_bits[half] = __ldg(mask[half]);
+        next[half].template Load<true>([&](int offset) { return values[half] + offset; });
+      }
+      mask[half] += kGroupWindows * out;
+      values[half] += kGroupWindows * out * Column::kBytes;
+    }
+  };
+  load(first);
   Chunks::Fill(problem, batch, first, chunks);
   CommitCopies();
 
-  float sums[2][C::kTokenTiles][4] = {};
-  int buffer = 0, slot = 0;
+  float sums[1][C::kTokenTiles][4] = {};
+  int buffer = 0;
   for (int chunk = first; chunk < last; chunk += C::kChunkWindows) {
     WaitCopies<0>();
     __syncthreads();
@@ -147,71 +162,31 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     if (chunk + C::kChunkWindows < last) {
       Chunks::Fill(problem, batch, chunk + C::kChunkWindows, chunks + buffer * Chunks::kChunkBytes);
     }
-    const int windows = min(C::kChunkWindows, last - chunk);
+    CommitCopies();
+    const int end = min(chunk + C::kChunkWindows, last);
 #pragma unroll 1
-    for (int window = 0; window < windows; window += kGroupWindows) {
-      // Every wait is for the whole ring but its newest stages; x of the next chunk rides in one of these groups.
-      WaitCopies<Ring::kStages - 2>();
-      __syncwarp();
-      ring.Fill(lane, swizzle);  // overwrites the stage read in the step before
-      const char* stage = ring.pointer + slot * Ring::kStageBytes;
-      slot = slot + 1 == Ring::kStages ? 0 : slot + 1;
-      const char* stage_values = stage + t * Ring::kWindowStride;
-      const char* stage_mask = stage + Ring::kMaskOffset + t * Ring::kMaskStride;
-
-      auto x_piece = [&](int n, int p) {
-        return *reinterpret_cast<const uint4*>(x_lane + n * 8 * Chunks::kPitch + window * 64 + (p ^ t / 2) * 16);
-      };
-      auto expand = [&](int tile, uint32_t (&a)[2][16]) {
-        uint32_t used[2];
+    for (int window = chunk; window < end; window += kGroupWindows) {
+      Column kept[2];
+      uint32_t bits[2];
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int column = 16 * tile + 8 * half + quad;
-          KeptColumn<typename C::Value, C::kQ> kept;
-          kept.template Load<false>([&](int offset) {
-            const int at = column * Ring::kColumnBytes + offset;
-            return stage_values + (at / kPieceBytes ^ swizzle(t, column)) * kPieceBytes + at % kPieceBytes;
-          });
-          kept.Prepare();
-          const uint32_t bits = *reinterpret_cast<const uint32_t*>(stage_mask + column * 4);
-          used[half] = Scatter<C>(strips + half * C::kStripBytes, bits, minus_one, kept);
-        }
+      for (int half = 0; half < 2; ++half) kept[half] = next[half], bits[half] = next_bits[half];
+      load(window + kGroupWindows);
+      uint32_t a[2][16];
 #pragma unroll
-        for (int half = 0; half < 2; ++half) Gather(strips + half * C::kStripBytes, used[half], t, a[half]);
-      };
-      auto multiply = [&](int tile, int n, int p, const uint32_t (&a)[2][16], const uint4& b) {
-        Multiply<X>(sums[tile][n], a[0][4 * p], a[1][4 * p], a[0][4 * p + 1], a[1][4 * p + 1], b.x, b.y);
-        Multiply<X>(sums[tile][n], a[0][4 * p + 2], a[1][4 * p + 2], a[0][4 * p + 3], a[1][4 * p + 3], b.z, b.w);
-      };
-      if constexpr (C::kHoldX) {
-        uint4 b[C::kTokenTiles][4];
+      for (int half = 0; half < 2; ++half) {
+        kept[half].Prepare();
+        bits[half] = Scatter<C>(strips + half * C::kStripBytes, bits[half], minus_one, kept[half]);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) Gather(strips + half * C::kStripBytes, bits[half], t, a[half]);
+      const char* x_group = x_lane + (window - chunk) * (kWindow * 2);
+#pragma unroll
+      for (int p = 0; p < 4; ++p) {
 #pragma unroll
         for (int n = 0; n < C::kTokenTiles; ++n) {
-#pragma unroll
-          for (int p = 0; p < 4; ++p) b[n][p] = x_piece(n, p);
-        }
-#pragma unroll
-        for (int tile = 0; tile < 2; ++tile) {
-          uint32_t a[2][16];
-          expand(tile, a);
-#pragma unroll
-          for (int p = 0; p < 4; ++p) {
-#pragma unroll
-            for (int n = 0; n < C::kTokenTiles; ++n) multiply(tile, n, p, a, b[n][p]);
-          }
-        }
-      } else {
-        uint32_t a[2][2][16];
-#pragma unroll
-        for (int tile = 0; tile < 2; ++tile) expand(tile, a[tile]);
-#pragma unroll
-        for (int p = 0; p < 4; ++p) {
-#pragma unroll
-          for (int n = 0; n < C::kTokenTiles; ++n) {
-            const uint4 b = x_piece(n, p);
-#pragma unroll
-            for (int tile = 0; tile < 2; ++tile) multiply(tile, n, p, a[tile], b);
-          }
+          const uint4 b = *reinterpret_cast<const uint4*>(x_group + n * 8 * Chunks::kPitch + (p ^ t / 2) * kPieceBytes);
+          Multiply<X>(sums[0][n], a[0][4 * p], a[1][4 * p], a[0][4 * p + 1], a[1][4 * p + 1], b.x, b.y);
+          Multiply<X>(sums[0][n], a[0][4 * p + 2], a[1][4 * p + 2], a[0][4 * p + 3], a[1][4 * p + 3], b.z, b.w);
         }
       }
     }

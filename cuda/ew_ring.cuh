@@ -30,7 +30,6 @@ struct WeightRing {
   const uint32_t* mask;
   int64_t out;           // columns per window in memory
   uint32_t base;         // of the warp's ring in shared memory
-  char* pointer;         // the same
   int32_t window, last;  // the next window to ask for; the block's last + 1
   int32_t columns;       // the warp's columns inside out_features
   int32_t copy_bytes;    // what both the runs and the mask rows are aligned to: 16, 8, 4, or less: by elements
@@ -46,7 +45,7 @@ struct WeightRing {
     mask = problem.mask + origin;
     const int64_t row = out * kColumnBytes | out * 4;
     copy_bytes = static_cast<int32_t>(row & -row);
-    base = SharedAddress(shared), pointer = shared;
+    base = SharedAddress(shared);
     window = first, last = end, slot = 0;
   }
 
@@ -72,7 +71,7 @@ struct WeightRing {
         }
         CopyAsync<16>(stage + kMaskOffset + lane / 8 * kMaskStride + lane % 8 * 16, mask + lane / 8 * out + lane % 8 * 4);
       } else {
-        FillAny(lane, pointer + slot * kStageBytes, swizzle);
+        FillAny<Swizzle>(values, mask, out, last - window, columns, lane, stage);
       }
       values += kGroupWindows * out * kColumnBytes;
       mask += kGroupWindows * out;
@@ -83,21 +82,25 @@ struct WeightRing {
   }
 
  private:
+  // Plain copies of the first `windows` windows and `columns` columns; zeros for the rest.
   template <class Swizzle>
-  __device__ __noinline__ void FillAny(int lane, char* stage, const Swizzle& swizzle) const {
-    for (int w = 0; w < kGroupWindows; ++w) {
-      const bool inside = window + w < last;
-      const char* run = values + w * out * kColumnBytes;
+  static __device__ __noinline__ void FillAny(const char* values, const uint32_t* mask, int64_t out, int windows,
+                                              int columns, int lane, uint32_t stage) {
+    const Swizzle swizzle{};
+    char* to = static_cast<char*>(__cvta_shared_to_generic(stage));
+#pragma unroll 1
+    for (int w = 0; w < kGroupWindows; ++w, values += out * kColumnBytes, mask += out, to += kWindowStride) {
+#pragma unroll 1
       for (int i = lane; i < kRunBytes / static_cast<int>(sizeof(Value)); i += kWarpSize) {
         const int offset = i * static_cast<int>(sizeof(Value));
         const int place = (offset / kPieceBytes ^ swizzle(w, offset / kColumnBytes)) * kPieceBytes + offset % kPieceBytes;
         Value value;
         memset(&value, 0, sizeof(Value));
-        if (inside && offset < columns * kColumnBytes) value = *reinterpret_cast<const Value*>(run + offset);
-        *reinterpret_cast<Value*>(stage + w * kWindowStride + place) = value;
+        if (w < windows && offset < columns * kColumnBytes) value = *reinterpret_cast<const Value*>(values + offset);
+        *reinterpret_cast<Value*>(to + place) = value;
       }
-      *reinterpret_cast<uint32_t*>(stage + kMaskOffset + w * kMaskStride + lane * 4) =
-          inside && lane < columns ? mask[w * out + lane] : 0u;
+      char* words = static_cast<char*>(__cvta_shared_to_generic(stage)) + kMaskOffset + w * kMaskStride;
+      reinterpret_cast<uint32_t*>(words)[lane] = w < windows && lane < columns ? mask[lane] : 0u;
     }
   }
 };

@@ -34,12 +34,22 @@ cudaError_t SimpleSddmm(const Problem& problem, cudaStream_t stream);
 // Feature-major: problem.x holds [batch, in_features, tokens] and the result [batch, out_features, tokens].
 cudaError_t BlockWgmmaSpmm(const Problem& problem, cudaStream_t stream);
 
+// block_few_tokens.cu: 1 to 128 tokens, bfloat16 or float16, bn a multiple of 16, on tensor cores.
+// block_simt.cu: few tokens, float32 arithmetic, any block and weight dtype but int8 activations.
+// few_tokens_t.cu: the transposed product for few tokens, every pattern and block.
+cudaError_t BlockMmaSpmm(const Problem& problem, cudaStream_t stream);
+cudaError_t BlockSimtSpmm(const Problem& problem, cudaStream_t stream);
+cudaError_t FewTokensSpmmT(const Problem& problem, cudaStream_t stream);
+
 inline constexpr Kernel kSpmmKernels[] = {
     {"simple", SimpleSpmm},
+    {"block_mma", BlockMmaSpmm},
+    {"block_simt", BlockSimtSpmm},
 };
 
 inline constexpr Kernel kSpmmTKernels[] = {
     {"simple", SimpleSpmmT},
+    {"few_t", FewTokensSpmmT},
 };
 
 inline constexpr Kernel kSddmmKernels[] = {

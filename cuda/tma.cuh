@@ -1,5 +1,5 @@
 // Hopper's asynchronous copies: transaction barriers in shared memory (mbarrier), tensor maps, the copy engine (TMA),
-// thread-block clusters and the exchange of registers between warpgroups. sm_90 and newer.
+// and the exchange of registers between warpgroups. sm_90 and newer.
 #ifndef JAX_NMSPARSE_CUDA_TMA_CUH_
 #define JAX_NMSPARSE_CUDA_TMA_CUH_
 
@@ -25,12 +25,6 @@ __device__ __forceinline__ void BarrierInitFence() { asm volatile("fence.mbarrie
 __device__ __forceinline__ void BarrierArrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// Arrives at the same barrier of another block of the cluster.
-__device__ __forceinline__ void BarrierArriveAt(uint32_t barrier, uint32_t block) {
-  uint32_t remote;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(barrier), "r"(block));
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(remote) : "memory");
-}
 __device__ __forceinline__ void BarrierArriveExpect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -43,11 +37,22 @@ __device__ __forceinline__ void BarrierWait(uint32_t barrier, uint32_t parity) {
       "{\n"
       ".reg .pred done;\n"
       "again:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
       "@!done bra again;\n"
       "}\n" ::"r"(barrier),
       "r"(parity)
       : "memory");
+}
+
+// Whether the phase has ended; does not wait.
+__device__ __forceinline__ bool BarrierTest(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{ .reg .pred done; mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2; selp.u32 %0, 1, 0, done; }"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
 }
 
 // Makes ordinary shared-memory accesses and those of the copy engine and the tensor cores see each other in order.
@@ -70,16 +75,8 @@ struct RingPosition {
   }
 };
 
-// -------------------------------------------------------------------------------------------- clusters, registers
+// ------------------------------------------------------------------------------------------------------- registers
 
-__device__ __forceinline__ uint32_t ClusterRank() {
-  uint32_t rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-__device__ __forceinline__ void ClusterSync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
 // Warpgroups hand registers from the pool to each other; every warp of the warpgroup calls it.
 template <int kRegisters>
 __device__ __forceinline__ void ReleaseRegisters() {
@@ -111,25 +108,20 @@ __device__ __forceinline__ void LoadBox(uint32_t to, const CUtensorMap* map, uin
       "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2)
       : "memory");
 }
-// The same for a 5-axis map. kBlocks > 1: to the same address of that many blocks of the cluster, whose barriers at the
-// same address all count the bytes.
-template <int kBlocks>
+// The same for a 5-axis map.
 __device__ __forceinline__ void LoadBox(uint32_t to, const CUtensorMap* map, uint32_t barrier, int c0, int c1, int c2,
                                         int c3, int c4) {
-  if constexpr (kBlocks == 1) {
-    asm volatile(
-        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
-        " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(to),
-        "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
-        : "memory");
-  } else {
-    asm volatile(
-        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-        " [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(to),
-        "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4),
-        "h"(static_cast<uint16_t>((1 << kBlocks) - 1))
-        : "memory");
-  }
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
+// `bytes` consecutive bytes, all three a multiple of 16.
+__device__ __forceinline__ void LoadBytes(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
 }
 // Shared memory -> box at (c0, c1, c2); elements outside the tensor are not written.
 __device__ __forceinline__ void StoreBox(const CUtensorMap* map, uint32_t from, int c0, int c1, int c2) {
@@ -152,7 +144,7 @@ __device__ __forceinline__ void CopyAsync16(uint32_t to, const void* from, uint3
 // ---------------------------------------------------------------------------------------------- tensor maps (host)
 
 // Describes a row-major tensor of 16-bit elements, axes from the innermost, and the box that one copy moves. The box's
-// innermost axis fills one 128-byte line, swizzled as wgmma.cuh states.
+// innermost axis fills one line of 64 or 128 bytes, swizzled as wgmma.cuh states.
 struct TensorMapSpec {
   CUtensorMapDataType dtype;
   const void* data;  // 16-byte aligned
@@ -181,9 +173,10 @@ inline cudaError_t EncodeTensorMap(const TensorMapSpec& spec, CUtensorMap* map) 
   cuuint64_t sizes[5], strides[4];
   for (int i = 0; i < spec.axes; ++i) sizes[i] = spec.sizes[i];
   for (int i = 0; i + 1 < spec.axes; ++i) strides[i] = spec.strides[i];
+  const CUtensorMapSwizzle swizzle = spec.box[0] == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
   const CUresult result =
       encode(map, spec.dtype, static_cast<cuuint32_t>(spec.axes), const_cast<void*>(spec.data), sizes, strides, spec.box,
-             steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+             steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }

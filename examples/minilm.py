@@ -254,6 +254,15 @@ def sparsify(params: Mapping[str, Any], pattern: nms.NMPattern) -> dict[str, Any
     }
 
 
+def merge(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """The variables of either encoder as one tree, each sparse layer as ``{"kernel": NMSparse, "bias": ...}``."""
+    tree = dict(variables["params"])
+    for name, constants in variables.get(MASK_COLLECTION, {}).items():
+        w = NMSparseDense.to_weight({"params": tree[name], MASK_COLLECTION: constants})
+        tree[name] = {"kernel": w, "bias": tree[name]["bias"]}
+    return tree
+
+
 def batches(tokenizer: tokenizers.Tokenizer, sentences: list[str], batch: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """Sentences as tokens and mask, padded to one shape so that the encoder compiles once.
 

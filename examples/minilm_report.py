@@ -29,7 +29,7 @@ def show(results: dict[str, Any], console: rich.console.Console) -> None:
     table = rich.table.Table(
         title=f"{meta['model']}, all projections pruned by magnitude, no retraining",
         box=rich.box.SIMPLE_HEAD,
-        pad_edge=False,
+        collapse_padding=True,
     )
     table.add_column("weights", no_wrap=True)
     for name in ("cosine\nmean", "\nmin", "same\nnearest", "layers\nMB", "file\nMB", "memory\nMB"):
@@ -60,6 +60,7 @@ def show(results: dict[str, Any], console: rich.console.Console) -> None:
     notes = {
         "input": f"{meta['sentences']} sentences of Python's language reference, padded to {meta['length']} tokens",
         "numbers": meta["precision"],
+        "sparse": meta["kernel"],
         "cosine": "of a sentence's embedding with its dense embedding",
         "same nearest": "sentences whose nearest other sentence is that of the dense model",
         "MB": "10^6 bytes, below it the share of dense",

@@ -30,9 +30,9 @@ import minilm_report as report
 import numpy as np
 import rich.console
 import rich.progress
-import safetensors.numpy
 
 import jax_nmsparse as nms
+from jax_nmsparse import checkpoint
 
 PATTERNS = "2:4,16:32,8:32,16:32/1x32"
 BATCHES = (1, 32)
@@ -47,6 +47,7 @@ class Variant:
       pattern: None, or that of all projections.
       variables: Of the encoder.
       embed: The jitted encoder: (variables, tokens, mask) -> embeddings.
+      implementation: Of the sparse products, as asked for.
       embeddings: Of all sentences, float32 ``[sentences, hidden_size]``.
       projection_bytes: Bytes of values, masks and biases of the projections.
       resident_bytes: Bytes of all arrays of the encoder.
@@ -57,6 +58,7 @@ class Variant:
     pattern: nms.NMPattern | None
     variables: dict[str, Any]
     embed: Callable[..., jax.Array]
+    implementation: str | None = None
     embeddings: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 0)))
     projection_bytes: int = 0
     resident_bytes: int = 0
@@ -72,7 +74,7 @@ def make_variant(model: minilm.Model, pattern: nms.NMPattern | None, implementat
     """The dense encoder, or the sparse one made from it."""
     encoder = minilm.Encoder(model.config, pattern, implementation)
     variables = {"params": model.params} if pattern is None else minilm.sparsify(model.params, pattern)
-    variant = Variant(pattern, variables, jax.jit(encoder.apply))
+    variant = Variant(pattern, variables, jax.jit(encoder.apply), implementation)
     named = flatten(variables)
     variant.resident_bytes = sum(array.nbytes for array in named.values())
     variant.projection_bytes = sum(a.nbytes for n, a in named.items() if minilm.is_projection(n.split("/")[1]))
@@ -86,8 +88,8 @@ def flatten(tree: Any) -> dict[str, jax.Array]:
 
 
 def save(variables: dict[str, Any], path: pathlib.Path) -> int:
-    """Writes the variables as safetensors and returns the size of the file in bytes."""
-    safetensors.numpy.save_file({name: np.asarray(leaf) for name, leaf in flatten(variables).items()}, path)
+    """Writes the encoder as a safetensors file that says its patterns, and returns its size in bytes."""
+    checkpoint.save(path, minilm.merge(variables))
     return path.stat().st_size
 
 
@@ -152,7 +154,7 @@ def measure(
     sentences: list[str],
     *,
     implementation: str | None = None,
-    seconds: float = 8.0,
+    seconds: float = 5.0,
     console: rich.console.Console | None = None,
 ) -> list[Variant]:
     """Runs dense and sparse encoders on the sentences.
@@ -211,6 +213,18 @@ def _device_name() -> str:
     return f"{models[0] if models else platform.machine()}, {os.cpu_count()} CPUs"
 
 
+def _kernel(variants: list[Variant], length: int) -> str:
+    """Which kernel multiplies by the sparse weights, and why."""
+    chosen = {}
+    for variant in variants:
+        w = minilm.merge(variant.variables)["layer_0_up"]["kernel"]
+        for size in BATCHES:
+            x = jax.ShapeDtypeStruct((size * length, w.in_features), w.dtype)
+            choice = nms.explain(x, w, implementation=variant.implementation).choice
+            chosen[f"{choice.name} ({choice.implementation}): {choice.reason}"] = None
+    return "; ".join(chosen)
+
+
 def summarise(variants: list[Variant], model: minilm.Model, sentences: list[str]) -> dict[str, Any]:
     """What the table, the plot and results.json show: numbers with their units in the names."""
     dense = variants[0]
@@ -241,6 +255,7 @@ def summarise(variants: list[Variant], model: minilm.Model, sentences: list[str]
             "versions": {"jax": jax.__version__, "python": sys.version.split()[0]},
             "sentences": len(sentences),
             "length": length,
+            "kernel": _kernel(variants[1:], length),
             "precision": "float32, default matmul precision",
         },
         "rows": rows,

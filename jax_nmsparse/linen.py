@@ -327,6 +327,11 @@ def _layer_arrays(module: NMSparseDense, layout: Layout) -> tuple[jax.Array, jax
     if not has_params:
         if has_mask and module.is_mutable_collection("params"):
             raise ValueError(f"{label}: there is a mask already, expected none while values are initialised")
+        if module.is_mutable_collection("params") and not module.is_mutable_collection(MASK_COLLECTION):
+            raise ValueError(
+                f"{label}: collection '{MASK_COLLECTION}' cannot be written while the layer is initialised; name it "
+                "beside 'params' in variable_axes of nn.scan and nn.vmap and in mutable of init"
+            )
         return _draw(module, layout)
     constants = module.variables[MASK_COLLECTION]
     _check_format(label, nn.meta.unbox(constants), layout)

@@ -5,12 +5,12 @@ Most operands are small integers, whose products are exact in every order of sum
 
 import functools
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-import hypothesis
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,4 +1,4 @@
-// Element-wise weights and at most eight tokens, with AVX-512: bytes decide, so weights and mask are read once, in the
+// Element-wise weights and few tokens (4 for spmm, 8 for spmm_t, 32 for sddmm), with AVX-512: bytes decide, so weights and mask are read once, in the
 // order of memory, and nothing is gathered from memory.
 //
 // A window of x is 32 floats, two registers. VPCOMPRESSB turns a mask word into the positions of its kept weights; a run
@@ -275,6 +275,7 @@ Status RunExpand(const Problem& problem, Parallel& parallel) {
 
 // ---- sddmm ----
 
+// tokens == 0: any number of them, x read from the first-level cache instead of held in registers.
 template <int tokens>
 class OuterProducts {
  public:
@@ -295,9 +296,10 @@ class OuterProducts {
     const int64_t column = window * geometry.out_features + first;
     alignas(64) uint8_t positions[kRunEntries + 64];
     RunPositions(problem_.mask + batch * geometry.mask_count() + column, count, geometry, positions);
-    Window x[tokens];
+    const float* x_rows = x_.entry(batch) + window * 32;
+    Window x[Max(tokens, 1)];
 #pragma GCC unroll 8
-    for (int t = 0; t < tokens; ++t) x[t].Load(x_.entry(batch) + t * x_.stride() + window * 32);
+    for (int t = 0; t < tokens; ++t) x[t].Load(x_rows + t * x_.stride());
     const float* g = g_.entry(batch) + first;
     const int64_t index = batch * geometry.values_count() + column * geometry.q;
     // Rows beyond in_features: zero, though g may be infinite.
@@ -309,6 +311,11 @@ class OuterProducts {
       const __m512i at = Positions16(positions + n);
       const __m512i spread = _mm512_load_si512(spread_[r]);
       Vec<float> sum{};
+      for (int64_t t = 0; tokens == 0 && t < geometry.tokens; ++t) {
+        const __m512 row = _mm512_permutexvar_ps(spread, _mm512_loadu_ps(g + t * g_.stride() + c));
+        x[0].Load(x_rows + t * x_.stride());
+        sum += x[0].At(at) * (Vec<float>)row;
+      }
 #pragma GCC unroll 8
       for (int t = 0; t < tokens; ++t) {
         const __m512 row = _mm512_permutexvar_ps(spread, _mm512_loadu_ps(g + t * g_.stride() + c));
@@ -332,8 +339,9 @@ class OuterProducts {
 template <int tokens>
 Status RunOuterProducts(const Problem& problem, Parallel& parallel) {
   const Geometry& geometry = problem.geometry;
-  FloatRows x(geometry, geometry.in_features, geometry.window_units, tokens);
-  FloatRows g(geometry, geometry.out_features, 32, tokens);
+  const int64_t rows = Max<int64_t>(tokens, geometry.tokens);
+  FloatRows x(geometry, geometry.in_features, geometry.window_units, rows);
+  FloatRows g(geometry, geometry.out_features, 32, rows);
   if (!x || !g) return Status::kNoMemory;
   x.Fill(geometry, problem.x, parallel);
   g.Fill(geometry, problem.g, parallel);
@@ -394,11 +402,12 @@ Status SpmmTFewTokens(const Problem& problem, Parallel& parallel) {
 
 Status SddmmFewTokens(const Problem& problem, Parallel& parallel) {
   const int64_t tokens = problem.geometry.tokens;
-  if (!Takes(problem, problem.x.dtype, problem.g.dtype) || tokens > 8) return Status::kUnsupported;
+  if (!Takes(problem, problem.x.dtype, problem.g.dtype) || tokens > 32) return Status::kUnsupported;
   if (tokens == 1) return RunOuterProducts<1>(problem, parallel);
   if (tokens == 2) return RunOuterProducts<2>(problem, parallel);
   if (tokens <= 4) return RunOuterProducts<4>(problem, parallel);
-  return RunOuterProducts<8>(problem, parallel);
+  if (tokens <= 8) return RunOuterProducts<8>(problem, parallel);
+  return RunOuterProducts<0>(problem, parallel);
 }
 
 #else  // no AVX-512: the kernels with tokens in lanes take these problems too

@@ -1,4 +1,4 @@
-// Element-wise weights and at most eight tokens: kernels that keep a window's positions, not tokens, in the lanes.
+// Element-wise weights and few tokens: kernels that keep a window's positions, not tokens, in the lanes.
 #ifndef JAX_NMSPARSE_CPU_KERNELS_FEW_TOKENS_H_
 #define JAX_NMSPARSE_CPU_KERNELS_FEW_TOKENS_H_
 

@@ -3,6 +3,7 @@
 // A task owns (batch entry, one window, chunk of blocks). For every kept weight (k, c) the products of xT[k][:] and
 // gT[c][:] are summed lane by lane over a tile; a butterfly then adds up the lanes of a vector's worth of kept weights
 // at once. Sums over tiles are kept in scratch memory and added in the order of the tiles.
+#include "cpu/kernels/column_lanes.h"
 #include "cpu/kernels/few_tokens.h"
 #include "cpu/kernels/tiling.h"
 
@@ -19,12 +20,13 @@ class SampledTokenLanes {
   SampledTokenLanes(const Problem& problem, Parallel& parallel) : problem_(problem), parallel_(parallel) {
     const Geometry& geometry = problem.geometry;
     kept_ = int64_t{geometry.q} * geometry.bk;
-    row_ = RoundUp(kept_, kLane);
+    run_ = Max<int64_t>(1, 64 / kept_);
     // gT of a chunk and its sums stay in the second-level cache.
-    const int64_t column_bytes = (kWidth + row_) * sizeof(Acc);
+    const int64_t column_bytes = (kWidth + kept_) * sizeof(Acc);
     blocks_ = Max<int64_t>(1, Min((96 << 10) / (column_bytes * geometry.bn), geometry.out_blocks));
-    sums_bytes_ = RoundUp(blocks_ * geometry.bn * row_ * sizeof(Acc), 64);
-    scratch_bytes_ = RoundUp(sums_bytes_ + (row_ + 64) * sizeof(uint32_t), 64);
+    sums_bytes_ = RoundUp((blocks_ * geometry.bn * kept_ + kLane) * sizeof(Acc), 64);
+    products_bytes_ = RoundUp((run_ * kept_ + kLane) * kLane * sizeof(Acc), 64);
+    scratch_bytes_ = RoundUp(sums_bytes_ + products_bytes_ + (kept_ + 64) * sizeof(uint32_t), 64);
   }
 
   Status Run() {
@@ -51,42 +53,81 @@ class SampledTokenLanes {
     const Geometry& geometry = problem_.geometry;
     const int64_t last = Min(first + blocks_, geometry.out_blocks), bn = geometry.bn;
     Acc* sums = reinterpret_cast<Acc*>(scratch);
-    uint32_t* offsets = reinterpret_cast<uint32_t*>(scratch + sums_bytes_);
+    Acc* products = reinterpret_cast<Acc*>(scratch + sums_bytes_);
+    uint32_t* offsets = reinterpret_cast<uint32_t*>(scratch + sums_bytes_ + products_bytes_);
     // Only the mask is read.
     Packer<Acc, Acc> packer(geometry, nullptr, problem_.mask + batch * geometry.mask_count(), kWidth);
     packer.SetWindows(window, 1);
     std::memset(sums, 0, static_cast<size_t>(sums_bytes_));
+    const bool elementwise = IsElementwise(geometry);
+    const uint32_t window_mask = WindowMask(geometry);
+    const uint32_t* mask = problem_.mask + batch * geometry.mask_count() + window * geometry.out_blocks;
     for (int64_t tile = 0; tile < x.count(); ++tile) {
       const Acc* rows = x.tile(0, tile) + window * geometry.rows_per_window() * kWidth;
-      for (int64_t block = first; block < last; ++block) {
-        packer.Offsets(block, offsets);
-        for (int64_t i = kept_; i < row_; ++i) offsets[i] = 0;
-        for (int64_t c = 0; c < bn; ++c) {
-          Dot(rows, offsets, g.tile(0, tile) + (block * bn + c) * kWidth, sums + ((block - first) * bn + c) * row_);
+      const Acc* columns = g.tile(0, tile);
+      // A few columns' products at a time: their kept weights together fill whole vectors for the butterfly.
+      for (int64_t c = first * bn, done = 0; c < last * bn; c += run_, done += run_ * kept_) {
+        const int64_t count = Min(run_, last * bn - c);
+        for (int64_t i = 0; i < count; ++i) {
+          const Acc* column = columns + (c + i) * kWidth;
+          if (elementwise) {
+            const uint32_t bits = KeptBits(mask[c + i], window_mask, geometry.window_units, geometry.q);
+            MultiplyBits(rows, bits, column, products + i * kept_ * kLane);
+          } else {
+            if ((c + i) % bn == 0 || i == 0) packer.Offsets((c + i) / bn, offsets);
+            Multiply(rows, offsets, column, products + i * kept_ * kLane);
+          }
         }
+        AddUp(products, count * kept_, sums + done);
       }
     }
     for (int64_t block = first; block < last; ++block) {
-      packer.Offsets(block, offsets);
-      Finish(batch, window, block, offsets, sums + (block - first) * bn * row_);
+      if (!elementwise || IsRagged(window)) packer.Offsets(block, offsets);
+      Finish(batch, window, block, offsets, sums + (block - first) * bn * kept_);
     }
   }
 
-  // Adds column g's products with the kept rows to its sums.
-  NMS_INLINE void Dot(const Acc* x, const uint32_t* offsets, const Acc* g, Acc* sums) const {
+  bool IsRagged(int64_t window) const {
+    const Geometry& geometry = problem_.geometry;
+    return (window + 1) * geometry.rows_per_window() > geometry.in_features;
+  }
+
+  // Adds the products of column g with the kept rows, lane by lane, to `products` [kept][lanes].
+  NMS_INLINE void Multiply(const Acc* x, const uint32_t* offsets, const Acc* g, Acc* products) const {
     Vec<Acc> column[vectors];
 #pragma GCC unroll 8
     for (int v = 0; v < vectors; ++v) column[v] = Load(g + v * kLane);
-    for (int64_t i = 0; i < kept_; i += kLane) {
-      Vec<Acc> products[kLane];
-#pragma GCC unroll 16
-      for (int j = 0; j < kLane; ++j) {
-        const Acc* row = x + offsets[i + j];
-        products[j] = Load(row) * column[0];
+    for (int64_t i = 0; i < kept_; ++i) {
+      const Acc* row = x + offsets[i];
+      Vec<Acc> sum = Load(row) * column[0];
 #pragma GCC unroll 8
-        for (int v = 1; v < vectors; ++v) products[j] += Load(row + v * kLane) * column[v];
-      }
-      Store(sums + i, Load(sums + i) + SumLanes<Acc>(products));
+      for (int v = 1; v < vectors; ++v) sum += Load(row + v * kLane) * column[v];
+      Store(products + i * kLane, sum);
+    }
+  }
+
+  // The same for an element-wise weight, its positions taken from the mask's bits.
+  NMS_INLINE void MultiplyBits(const Acc* x, uint32_t bits, const Acc* g, Acc* products) const {
+    Vec<Acc> column[vectors];
+#pragma GCC unroll 8
+    for (int v = 0; v < vectors; ++v) column[v] = Load(g + v * kLane);
+    for (int64_t i = 0; i < kept_; ++i) {
+      const Acc* row = x + static_cast<uint32_t>(__builtin_ctz(bits)) * kWidth;
+      bits &= bits - 1;
+      Vec<Acc> sum = Load(row) * column[0];
+#pragma GCC unroll 8
+      for (int v = 1; v < vectors; ++v) sum += Load(row + v * kLane) * column[v];
+      Store(products + i * kLane, sum);
+    }
+  }
+
+  // sums[i] += all lanes of products[i].
+  NMS_INLINE void AddUp(const Acc* products, int64_t count, Acc* sums) const {
+    for (int64_t i = 0; i < count; i += kLane) {
+      Vec<Acc> rows[kLane];
+#pragma GCC unroll 16
+      for (int l = 0; l < kLane; ++l) rows[l] = Load(products + (i + l) * kLane);
+      Store(sums + i, Load(sums + i) + SumLanes<Acc>(rows));
     }
   }
 
@@ -98,10 +139,10 @@ class SampledTokenLanes {
     const int64_t rows = geometry.in_features - window * geometry.rows_per_window();
     const int64_t index =
         batch * geometry.values_count() + (window * geometry.out_blocks + block) * kept_ * bn;
-    const bool ragged = rows < geometry.rows_per_window();
-    for (int64_t c = 0; c < bn; ++c) {
+    const bool ragged = IsRagged(window);
+    for (int64_t c = 0; (ragged || columns < bn) && c < bn; ++c) {
       for (int64_t i = 0; i < kept_; ++i) {
-        if (c >= columns || (ragged && offsets[i] / kWidth >= rows)) sums[c * row_ + i] = 0;
+        if (c >= columns || (ragged && offsets[i] / kWidth >= rows)) sums[c * kept_ + i] = 0;
       }
     }
     if (bn == 1) {
@@ -111,7 +152,7 @@ class SampledTokenLanes {
     for (int64_t i = 0; i < kept_; ++i) {
       for (int64_t c = 0; c < bn; c += kLane) {
         Vec<Acc> v{};
-        for (int64_t l = 0; l < kLane && c + l < bn; ++l) v[l] = sums[(c + l) * row_ + i];
+        for (int64_t l = 0; l < kLane && c + l < bn; ++l) v[l] = sums[(c + l) * kept_ + i];
         StoreAs<Acc>(problem_.result, index + i * bn + c, v, bn - c);
       }
     }
@@ -119,7 +160,7 @@ class SampledTokenLanes {
 
   const Problem& problem_;
   Parallel& parallel_;
-  int64_t kept_, row_, blocks_, sums_bytes_, scratch_bytes_;
+  int64_t kept_, run_, blocks_, sums_bytes_, products_bytes_, scratch_bytes_;
 };
 
 template <typename Acc>
@@ -134,9 +175,12 @@ Status RunSddmm(const Problem& problem, Parallel& parallel) {
 }  // namespace
 
 Status Sddmm(const Problem& problem, Parallel& parallel) {
-  if (const Status few = SddmmFewTokens(problem, parallel); few != Status::kUnsupported) return few;
   const DType dtype = problem.x.dtype;
   if (!IsResult(problem.result.dtype) || problem.g.dtype != dtype) return Status::kUnsupported;
+  if (dtype == DType::kS8) return Status::kUnsupported;
+  for (const auto special : {SddmmFewTokens, SddmmColumnLanes}) {
+    if (const Status status = special(problem, parallel); status != Status::kUnsupported) return status;
+  }
   if (dtype == DType::kF64) return RunSddmm<double>(problem, parallel);
   if (dtype == DType::kF32 || dtype == DType::kBF16 || dtype == DType::kF16) return RunSddmm<float>(problem, parallel);
   return Status::kUnsupported;

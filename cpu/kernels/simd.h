@@ -11,6 +11,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 #include "common/problem.h"
@@ -58,12 +59,12 @@ struct BF16 {
 };
 
 template <typename T>
-NMS_INLINE T Min(T a, T b) {
+NMS_INLINE constexpr T Min(T a, T b) {
   return b < a ? b : a;
 }
 
 template <typename T>
-NMS_INLINE T Max(T a, T b) {
+NMS_INLINE constexpr T Max(T a, T b) {
   return a < b ? b : a;
 }
 

@@ -5,6 +5,7 @@
 // with yT[c] in registers over the windows of one step, whose rows of xT stay in the first-level cache. A task owns
 // (batch entry, tile, chunk of columns) and keeps its yT in scratch memory (second-level cache) between steps. Every
 // element of y is summed in the order of k, whoever computes it.
+#include "cpu/kernels/column_lanes.h"
 #include "cpu/kernels/epilogue.h"
 #include "cpu/kernels/few_tokens.h"
 #include "cpu/kernels/tiling.h"
@@ -229,8 +230,10 @@ class TokenLanes {
 }  // namespace
 
 Status Spmm(const Problem& problem, Parallel& parallel) {
-  if (const Status few = SpmmFewTokens(problem, parallel); few != Status::kUnsupported) return few;
   if (!IsResult(problem.result.dtype)) return Status::kUnsupported;
+  for (const auto special : {SpmmFewTokens, SpmmColumnLanes}) {
+    if (const Status status = special(problem, parallel); status != Status::kUnsupported) return status;
+  }
   Status status = Status::kOk;
   const bool known = DispatchTypes(problem.x.dtype, problem.values.dtype, [&](auto acc, auto value) {
     using Acc = decltype(acc);

@@ -4,6 +4,7 @@
 // pass by once, gT [out_features][width] in registers:
 //   dxT[k][:] += v * gT[c][:]      over the kept weights (k, v) of column c
 // Columns of one block have the same k and are added together, so that dxT[k] is loaded and stored once for all.
+#include "cpu/kernels/column_lanes.h"
 #include "cpu/kernels/few_tokens.h"
 #include "cpu/kernels/tiling.h"
 
@@ -31,6 +32,30 @@ NMS_INLINE void Scatter(const Acc* g, const uint32_t* offsets, const Acc* const*
 #pragma GCC unroll 8
       for (int c = 0; c < group; ++c) sum += value[c] * row[c][v];
       Store(out + v * lanes, sum);
+    }
+  }
+}
+
+// The same for one column of an element-wise weight in `windows` windows, its positions taken from the mask's bits. Two
+// windows in turn: a row that is stored and soon loaded again waits for the store, and different windows share no row.
+template <typename Acc, int vectors, int windows>
+NMS_INLINE void ScatterBits(const Acc* g, const uint32_t* kept, int q, const Acc* const* values, int64_t window_step,
+                            Acc* dx) {
+  constexpr int lanes = kLanes<Acc>;
+  Vec<Acc> row[vectors];
+#pragma GCC unroll 8
+  for (int v = 0; v < vectors; ++v) row[v] = Load(g + v * lanes);
+  uint32_t bits[windows];
+#pragma GCC unroll 2
+  for (int w = 0; w < windows; ++w) bits[w] = kept[w];
+  for (int j = 0; j < q; ++j) {
+#pragma GCC unroll 2
+    for (int w = 0; w < windows; ++w) {
+      Acc* out = dx + w * window_step + static_cast<uint32_t>(__builtin_ctz(bits[w])) * (vectors * lanes);
+      bits[w] &= bits[w] - 1;
+      const Vec<Acc> value = Splat(values[w][j]);
+#pragma GCC unroll 8
+      for (int v = 0; v < vectors; ++v) Store(out + v * lanes, Load(out + v * lanes) + value * row[v]);
     }
   }
 }
@@ -80,6 +105,7 @@ class TransposedTokenLanes {
                           problem_.mask + batch * geometry.mask_count(), kWidth);
     packer.SetWindows(first, Min(step_, geometry.windows - first));
     std::memset(dx, 0, static_cast<size_t>(dx_bytes_));
+    if (IsElementwise(geometry)) return ElementWindows(batch, g, first, dx, value_lists);
     for (int64_t block = 0; block < geometry.out_blocks; ++block) {
       packer.Offsets(block, offsets);
       const int64_t last = Min((block + 1) * geometry.bn, geometry.out_features);
@@ -97,6 +123,37 @@ class TransposedTokenLanes {
         }
         c += count;
       }
+    }
+  }
+
+  void ElementWindows(int64_t batch, const Acc* g, int64_t first, Acc* dx, Acc* list) const {
+    const Geometry& geometry = problem_.geometry;
+    const int64_t columns = geometry.out_features, windows = Min(step_, geometry.windows - first);
+    const int q = geometry.q, units = geometry.window_units;
+    const uint32_t window_mask = WindowMask(geometry);
+    const V* values =
+        static_cast<const V*>(problem_.values.data) + batch * geometry.values_count() + first * columns * q;
+    const uint32_t* mask = problem_.mask + batch * geometry.mask_count() + first * columns;
+    auto add = [&](int64_t c, int64_t w, auto count) __attribute__((always_inline)) {
+      constexpr int kCount = decltype(count)::value;
+      const Acc* column[kCount];
+      uint32_t bits[kCount];
+      for (int i = 0; i < kCount; ++i) {
+        const V* in = values + ((w + i) * columns + c) * q;
+        if constexpr (std::is_same_v<Acc, V>) {
+          column[i] = in;
+        } else {
+          for (int j = 0; j < q; j += kLanes<Acc>) Store(list + i * list_ + j, LoadFirst<Acc>(in + j, q - j));
+          column[i] = list + i * list_;
+        }
+        bits[i] = KeptBits(mask[(w + i) * columns + c], window_mask, units, q);
+      }
+      ScatterBits<Acc, vectors, kCount>(g + c * kWidth, bits, q, column, units * kWidth, dx + w * units * kWidth);
+    };
+    for (int64_t c = 0; c < columns; ++c) {
+      int64_t w = 0;
+      for (; w + 2 <= windows; w += 2) add(c, w, std::integral_constant<int, 2>{});
+      if (w < windows) add(c, w, std::integral_constant<int, 1>{});
     }
   }
 
@@ -126,8 +183,10 @@ class TransposedTokenLanes {
 }  // namespace
 
 Status SpmmT(const Problem& problem, Parallel& parallel) {
-  if (const Status few = SpmmTFewTokens(problem, parallel); few != Status::kUnsupported) return few;
   if (!IsResult(problem.result.dtype)) return Status::kUnsupported;
+  for (const auto special : {SpmmTFewTokens, SpmmTColumnLanes}) {
+    if (const Status status = special(problem, parallel); status != Status::kUnsupported) return status;
+  }
   Status status = Status::kOk;
   const bool known = DispatchTypes(problem.g.dtype, problem.values.dtype, [&](auto acc, auto value) {
     using Acc = decltype(acc);

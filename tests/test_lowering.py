@@ -1,0 +1,193 @@
+"""What the compiled program holds: the kernel that was asked for, no fallback, and no buffer that is too large."""
+
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from jax import export
+
+import jax_nmsparse as nms
+from jax_nmsparse import dispatch, native, reference
+from jax_nmsparse.lowering import target_name
+from jax_nmsparse.reference import temporary_bytes
+
+OPS = ("spmm", "spmm_t", "sddmm")
+needs_cpu = pytest.mark.skipif(not native.MODULES["cpu"].loaded, reason="the native module _cpu is not built")
+needs_cuda = pytest.mark.skipif(not native.MODULES["cuda"].loaded, reason="the native module _cuda is not built")
+
+
+def _function(op, **options):
+    return {
+        "spmm": lambda x, g, w: nms.spmm(x, w, **options),
+        "spmm_t": lambda x, g, w: nms.spmm(g, w, transpose=True, **options),
+        "sddmm": lambda x, g, w: nms.sddmm(x, g, w, **options),
+    }[op]
+
+
+def _structs(tokens, in_features, out_features, pattern="2:4", dtype=jnp.float32, values_dtype=None):
+    x, g = (jax.ShapeDtypeStruct((tokens, size), dtype) for size in (in_features, out_features))
+    dense = jax.ShapeDtypeStruct((in_features, out_features), values_dtype or dtype)
+    return x, g, jax.eval_shape(lambda d: nms.prune(d, pattern), dense)
+
+
+def _lower(op, operands, platform, **options):
+    return jax.jit(_function(op, **options)).trace(*operands).lower(lowering_platforms=(platform,)).as_text()
+
+
+def _targets(text: str) -> set[str]:
+    return set(re.findall(r"@(nms_\w+)\(", text))
+
+
+def _shapes(text: str) -> set[tuple[int, ...]]:
+    """Every array shape in an HLO text."""
+    found = re.findall(r"\b(?:f64|f32|f16|bf16|s32|u32|s8|u8|pred)\[([\d,]+)\]", text)
+    return {tuple(int(size) for size in shape.split(",")) for shape in found}
+
+
+@needs_cuda
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("implementation", [None, "cuda"])
+def test_lowers_for_cuda_on_a_machine_without_a_gpu(op, implementation):
+    for pattern, dtype in itertools.product(("2:4", "8:32/1x128", "1:2/16x16"), (jnp.float32, jnp.bfloat16, jnp.float16)):
+        operands = _structs(4096, 256, 256, pattern, dtype)
+        text = _lower(op, operands, "cuda", implementation=implementation)
+        wanted = {target_name(op, "cuda")}
+        choice = dispatch.choose(dispatch.Call(op, operands[2].layout, 1, 4096, dtype, dtype, dtype), "cuda", implementation)
+        assert _targets(text) == (wanted if choice.kernel else set()), (pattern, dtype)
+        if implementation == "cuda":
+            assert choice.kernel
+            assert f'kernel = "{choice.kernel.name}"' in text
+
+
+@needs_cpu
+@pytest.mark.parametrize("op", OPS)
+def test_the_cpu_kernel_is_called(op):
+    operands = _structs(3, 64, 32)
+    assert _targets(_lower(op, operands, "cpu", implementation="cpu")) == {target_name(op, "cpu")}
+
+
+@pytest.mark.parametrize("implementation", ["xla", "dense"])
+@pytest.mark.parametrize("op", OPS)
+def test_plain_implementations_contain_no_custom_call(op, implementation):
+    for platform in ("cpu", "cuda", "tpu", "rocm"):
+        text = _lower(op, _structs(3, 64, 32), platform, implementation=implementation)
+        assert "custom_call" not in text, platform
+        assert "dot_general" in text
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_platforms_without_kernels_run_the_reference(op):
+    text = _lower(op, _structs(3, 64, 32), "tpu")
+    assert "custom_call" not in text
+    assert "dot_general" in text
+
+
+@needs_cpu
+@pytest.mark.parametrize("op", OPS)
+def test_a_named_implementation_never_falls_back(op):
+    operands = _structs(3, 64, 32)
+    for name, platform in (("cpu", "cuda"), ("cpu", "tpu")):
+        with pytest.raises(NotImplementedError, match=f"implementation='{name}' .*compiled for {platform}"):
+            _lower(op, operands, platform, implementation=name)
+    with pytest.raises(NotImplementedError, match="implementation='cuda'"):
+        _lower(op, operands, "cpu", implementation="cuda")
+
+
+@pytest.mark.parametrize(
+    ("activation", "bias", "precision", "transpose", "preferred"),
+    [
+        *((a, True, None, False, None) for a in oracle.ACTIVATIONS),
+        (None, False, "highest", False, None),
+        (None, False, ("default", "highest"), False, jnp.float32),
+        ("gelu", True, "high", False, jnp.bfloat16),
+        (None, False, "highest", True, jnp.float16),
+    ],
+)
+def test_every_static_parameter_lowers_everywhere(activation, bias, precision, transpose, preferred):
+    """Attributes are typed; every value lowers on every platform and compiles on this one."""
+    x, g, w = _structs(3, 64, 32, dtype=jnp.bfloat16)
+    options = {"activation": activation, "precision": precision, "preferred_element_type": preferred}
+    options["bias"] = jnp.ones(32) if bias else None
+    f = jax.jit(lambda x, w: nms.spmm(x, w, transpose=transpose, **options))
+    traced = f.trace(g if transpose else x, w)
+    for platform in ("cuda", "tpu"):
+        assert "stablehlo" in traced.lower(lowering_platforms=(platform,)).as_text()
+    (aval,) = jax.tree.leaves(traced.lower().compile().out_info)
+    assert aval.dtype == (preferred or jnp.bfloat16)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("size", "pattern"), [((4096, 96), "2:4"), ((3072, 64), "8:32/1x64"), ((1000, 33), "3:6")])
+def test_temporary_memory_is_bounded(op, size, pattern):
+    """The documented formula: four expanded chunks, whatever in_features is (and x padded to whole windows)."""
+    x, g, w = _structs(16, *size, pattern)
+    compiled = jax.jit(_function(op, implementation="xla")).lower(x, g, w).compile()
+    used = compiled.memory_analysis().temp_size_in_bytes
+    bound = temporary_bytes(w.layout, 1, jnp.float32)
+    # x or dx padded to whole windows, the result that is accumulated, and the gradient before it is cut.
+    activations = 4 * 16 * (w.layout.padded_in + 2 * w.layout.padded_out) + w.layout.values_bytes(jnp.float32)
+    assert used <= bound + activations
+    if size[0] >= 3072:
+        assert used < 4 * size[0] * size[1] * 4, "less than four dense weights"
+
+
+@pytest.mark.parametrize("implementation", [i for i in oracle.IMPLEMENTATIONS if i != "dense"])
+def test_no_buffer_of_kept_times_tokens(implementation):
+    tokens = 17
+    x, g, w = _structs(tokens, 2048, 24, "2:4")
+    for op in OPS:
+        text = jax.jit(_function(op, implementation=implementation)).lower(x, g, w).compile().as_text()
+        sizes = {int(np.prod(shape)) for shape in _shapes(text)}
+        assert max(sizes) < w.values.size * tokens, op
+
+
+@pytest.mark.parametrize("implementation", [i for i in oracle.IMPLEMENTATIONS if i != "dense"])
+def test_the_gradient_by_values_has_no_dense_buffer(implementation):
+    in_features, out_features = 4096, 40
+    x, g, w = _structs(8, in_features, out_features, "2:4")
+
+    def loss(values, x, g, mask):
+        weight = nms.NMSparse(values, mask, shape=w.shape, pattern=w.pattern)
+        return jnp.sum(g * nms.spmm(x, weight, implementation=implementation))
+
+    text = jax.jit(jax.grad(loss)).lower(w.values, x, g, w.mask).compile().as_text()
+    shapes = _shapes(text)
+    assert w.values.shape in {s[-5:] for s in shapes}, "the gradient itself"
+    assert max(int(np.prod(s)) for s in shapes if s[-5:] != w.values.shape) < in_features * out_features
+    assert (in_features, out_features) not in {s[-2:] for s in shapes}
+
+
+@pytest.mark.parametrize("implementation", oracle.IMPLEMENTATIONS)
+def test_export_restore_and_run(rng, implementation):
+    """A custom call needs its safety check disabled, target by target; nothing else does."""
+    w = oracle.draw(rng, (64, 6), "2:4")
+    x = oracle.integers(rng, (3, 64))
+    targets = [t for module in native.MODULES.values() for t in module.targets]
+    checks = [export.DisabledSafetyCheck.custom_call(t) for t in targets]
+
+    def f(x, values, mask):
+        return nms.spmm(x, nms.NMSparse(values, mask, shape=w.shape, pattern="2:4"), implementation=implementation)
+
+    exported = export.export(jax.jit(f), disabled_checks=checks)(x, w.values, w.mask)
+    restored = export.deserialize(exported.serialize())
+    np.testing.assert_array_equal(restored.call(x, w.values, w.mask), oracle.spmm(x, w))
+
+
+def test_the_reference_reads_x_in_chunks_of_whole_windows():
+    """Sizes around a chunk: 1024 rows, one window more, and one row less."""
+    rng = np.random.default_rng(0)
+    for in_features in (1023, 1024, 1056, 2080):
+        w = oracle.draw(rng, (in_features, 3), "8:32")
+        x, g = oracle.integers(rng, (2, in_features)), oracle.integers(rng, (2, 3))
+        mask = w.mask_with_words[None]
+        static = {"layout": w.layout, "dtype": np.float32}
+        y = reference.spmm(x[None], w.values[None], mask, **static)[0]
+        dx = reference.spmm_t(g[None], w.values[None], mask, **static)[0]
+        dv = reference.sddmm(x[None], g[None], mask, **static)[0]
+        np.testing.assert_array_equal(y, oracle.spmm(x, w))
+        np.testing.assert_array_equal(dx, oracle.spmm(g, w, transpose=True))
+        np.testing.assert_array_equal(dv, oracle.sddmm(x, g, w))
