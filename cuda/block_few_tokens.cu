@@ -36,6 +36,11 @@ int64_t SharedBytes(const MmaPlan& plan) {
   return C::kRingBytes + 2 * C::Tile::kBytes + int64_t{4} * plan.blocks * plan.table_rows;
 }
 
+template <class C>
+int64_t SharedLimit(const Device& device) {
+  return device.SharedBytesFor(C::kBlocks, C::kRingBytes + 2 * C::Tile::kBytes + 4096);
+}
+
 // The windows of a chunk: as many as the x tile and the table hold, in whole steps.
 template <class C>
 bool ChooseChunk(const Geometry& geometry, const Device& device, MmaPlan* plan) {
@@ -47,7 +52,7 @@ bool ChooseChunk(const Geometry& geometry, const Device& device, MmaPlan* plan) 
   for (; windows >= unit; windows -= unit) {
     plan->chunk_windows = static_cast<int32_t>(windows);
     plan->table_rows = static_cast<int32_t>(windows * kept);
-    if (SharedBytes<C>(*plan) <= device.shared_bytes) return true;
+    if (SharedBytes<C>(*plan) <= SharedLimit<C>(device)) return true;
   }
   return false;
 }
@@ -58,7 +63,8 @@ double Cost(const Geometry& geometry, const Device& device, const MmaPlan& plan)
   const int64_t columns = plan.column_warps * C::kWarpColumns;
   const int64_t token_tiles = CeilDiv(geometry.tokens, C::kTokens);
   const int64_t blocks = CeilDiv(geometry.out_features, columns) * plan.splits * token_tiles * geometry.batch;
-  const int at_once = block::BlocksAtOnce(block::BlockMmaKernel<C>, device, C::kThreads, plan.splits);
+  const int at_once =
+      block::BlocksAtOnce(block::BlockMmaKernel<C>, device, C::kThreads, SharedLimit<C>(device), plan.splits);
   const double waves = static_cast<double>(CeilDiv(blocks, at_once));
   const double active = static_cast<double>(blocks) / waves;
   const double windows = static_cast<double>(CeilDiv(geometry.windows, plan.splits));

@@ -21,6 +21,13 @@ struct Device {
 
   // Blocks that may share a cluster: clusters exist from sm_90 on.
   int max_splits() const { return major >= 9 ? kMaxSplits : 1; }
+
+  // Shared memory of a block where `blocks` should run on a multiprocessor, each of at least `least` bytes: 1 KB of each
+  // is the driver's. All of it where that many do not fit anyway.
+  int64_t SharedBytesFor(int blocks, int64_t least) const {
+    const int64_t share = shared_bytes / blocks - (blocks > 1 ? 1024 : 0);
+    return share >= least ? share : shared_bytes;
+  }
 };
 
 inline cudaError_t QueryDevice(Device* device) {
@@ -40,12 +47,13 @@ inline bool IsEmpty(const Geometry& geometry) {
   return geometry.batch == 0 || geometry.tokens == 0 || geometry.out_features == 0;
 }
 
-// Blocks of `kernel` that run at one time in clusters of `splits`, with one block per multiprocessor: fewer than there are
-// multiprocessors, since a cluster does not straddle the groups they come in. A fact of the device, asked for once.
+// Blocks of `kernel` that run at one time in clusters of `splits` when each takes `shared` bytes: fewer than the
+// multiprocessors hold, since a cluster does not straddle the groups they come in. A fact of the device, asked for once.
 template <class Kernel>
-int BlocksAtOnce(Kernel* kernel, const Device& device, int threads, int splits) {
+int BlocksAtOnce(Kernel* kernel, const Device& device, int threads, int64_t shared, int splits) {
   static std::atomic<int> known[kMaxSplits + 1];
-  if (splits == 1) return device.multiprocessors;
+  const int each = static_cast<int>(device.shared_bytes / shared);
+  if (splits == 1) return device.multiprocessors * each;
   int blocks = known[splits].load(std::memory_order_relaxed);
   if (blocks != 0) return blocks;
   cudaLaunchAttribute cluster{};
@@ -55,14 +63,15 @@ int BlocksAtOnce(Kernel* kernel, const Device& device, int threads, int splits) 
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(splits));
   config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.dynamicSmemBytes = static_cast<size_t>(device.shared_bytes);
+  config.dynamicSmemBytes = static_cast<size_t>(shared);
   config.attrs = &cluster;
   config.numAttrs = 1;
   int clusters = 0;
-  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared_bytes) != cudaSuccess ||
+  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)) !=
+          cudaSuccess ||
       cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) != cudaSuccess || clusters == 0) {
     cudaGetLastError();
-    clusters = device.multiprocessors / splits;
+    clusters = device.multiprocessors * each / splits;
   }
   blocks = clusters * splits;
   known[splits].store(blocks, std::memory_order_relaxed);

@@ -411,14 +411,15 @@ class ConsumerBase {
         lane_(threadIdx.x % kWarpSize), leader_(threadIdx.x % kWarpgroupSize == 0) {}
 
  protected:
+  // Warp by warp: each has read its part of x and seen its own products end.
   __device__ void Release(int slot) {
-    if (leader_) BarrierArrive(shared_.Empty(slot));
+    if (lane_ == 0) BarrierArrive(shared_.Empty(slot));
   }
 
   // A slot is given back when its products are done. They run while the next slot is awaited; where that has not landed
   // yet there is nothing to overlap, and the slot is given back first.
   __device__ void AwaitSlot(int& pending) {
-    if (pending >= 0 && !BarrierTest(shared_.Full(at_.slot), at_.parity)) {
+    if (pending >= 0 && !__all_sync(~0u, BarrierTest(shared_.Full(at_.slot), at_.parity))) {
       MmaWait<0>();
       Release(pending);
       pending = -1;
@@ -459,9 +460,10 @@ class ConsumerBase {
   }
 
   // A box of results passes through shared memory, one line of 64 tokens per column, swizzled: the eight rows that one
-  // stmatrix phase writes fall into different banks. `index` counts boxes: it picks the buffer.
-  __device__ uint32_t AwaitStoreBuffer(int index) {
-    const uint32_t buffer = shared_.Store(consumer_) + index % C::kStoreBuffers * C::kStoreBytes;
+  // stmatrix phase writes fall into different banks. The buffers take turns.
+  __device__ uint32_t AwaitStoreBuffer() {
+    const uint32_t buffer = shared_.Store(consumer_) + store_buffer_ * C::kStoreBytes;
+    store_buffer_ = (store_buffer_ + 1) % C::kStoreBuffers;
     if (leader_) StoreWaitRead<C::kStoreBuffers - 1>();
     NamedBarrier(1 + consumer_, kWarpgroupSize);
     return buffer;
@@ -495,6 +497,7 @@ class ConsumerBase {
   const int consumer_, warp_, lane_;
   const bool leader_;
   RingPosition at_;
+  int store_buffer_ = 0;
 };
 
 // Boxes, lanes: d is 64 columns x kMmaTokens tokens.
@@ -565,7 +568,7 @@ class ColumnConsumer : public ConsumerBase<C> {
   __device__ void StoreBoxes(const float (&d)[kValues], const Tile& tile) {
 #pragma unroll
     for (int chunk = 0; chunk < C::kMmaTokens / kChunk; ++chunk) {
-      const uint32_t buffer = Base::AwaitStoreBuffer(chunk);
+      const uint32_t buffer = Base::AwaitStoreBuffer();
 #pragma unroll
       for (int pair = 0; pair < kChunk / 16; ++pair) {
         const float* v = d + chunk * 32 + pair * 8;
@@ -628,9 +631,9 @@ class RowConsumer : public ConsumerBase<C> {
       if (a_.result.dtype == DType::kF32) {
         StoreFloats(d[block], tile, token, out);
       } else if (a_.result.dtype == DType::kF16) {
-        StoreBoxes<__half2>(d[block], tile, token, block);
+        StoreBoxes<__half2>(d[block], tile, token);
       } else {
-        StoreBoxes<__nv_bfloat162>(d[block], tile, token, block);
+        StoreBoxes<__nv_bfloat162>(d[block], tile, token);
       }
     }
   }
@@ -676,10 +679,10 @@ class RowConsumer : public ConsumerBase<C> {
   }
 
   template <class Pair>
-  __device__ void StoreBoxes(const float (&d)[kValues], const Tile& tile, int token, int block) {
+  __device__ void StoreBoxes(const float (&d)[kValues], const Tile& tile, int token) {
 #pragma unroll
     for (int chunk = 0; chunk < C::kOutChunks; ++chunk) {
-      const uint32_t buffer = Base::AwaitStoreBuffer(block * C::kOutChunks + chunk);
+      const uint32_t buffer = Base::AwaitStoreBuffer();
       // Four 8 x 8 matrices: tokens 0-7 and 8-15 of the warp's 16, columns 16 pair and 16 pair + 8; transposed.
 #pragma unroll
       for (int pair = 0; pair < C::kOutLine / 16; ++pair) {
@@ -717,7 +720,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) ManyTokens(const __grid_consta
     constexpr int kArrivals = C::kGather == Gather::kBoxes ? 1 : C::kGather == Gather::kRows ? 4 : 1 + kWarpgroupSize;
     for (int slot = 0; slot < a.slots; ++slot) {
       BarrierInit(shared.Full(slot), kArrivals);
-      BarrierInit(shared.Empty(slot), C::kConsumers);
+      BarrierInit(shared.Empty(slot), C::kConsumers * 4);
     }
     BarrierInitFence();
   }

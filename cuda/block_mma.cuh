@@ -41,7 +41,8 @@ struct MmaConfig {
   static constexpr int kTokenTiles = kTokenTiles_;  // 8 tokens each
   static constexpr int kStages = kStages_;
   static constexpr int kBlocks = kBlocks_;  // of a multiprocessor: two hide each other's staging of x
-  static constexpr bool kEarly = kTokenTiles != 4;  // registers to read the next x tile while this one is multiplied
+  // Read the next x tile while this one is multiplied; not where that takes registers that two blocks do not have.
+  static constexpr bool kEarly = kBlocks == 1 || kTokenTiles < 4;
   static constexpr int kWarps = 8;
   static constexpr int kTokens = 8 * kTokenTiles;
   static constexpr int kThreads = kWarps * kWarpSize;

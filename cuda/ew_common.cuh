@@ -3,12 +3,15 @@
 #ifndef JAX_NMSPARSE_CUDA_EW_COMMON_CUH_
 #define JAX_NMSPARSE_CUDA_EW_COMMON_CUH_
 
+#include <algorithm>
+
 #include "cuda/device.cuh"
 
 namespace nmsparse::cuda::ew {
 
 inline constexpr int kWindow = 32;  // rows of W per mask word
 inline constexpr int kMaxSplits = 8;  // the largest cluster that every device with clusters launches
+inline constexpr int64_t kMaxWindows = 1 << 24;  // row numbers stay far inside int32
 
 __device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));

@@ -7,20 +7,20 @@
 namespace nmsparse::cuda::ew {
 
 inline constexpr int kGroupWindows = 4;  // windows of a group: one for each lane of a quad
-inline constexpr int kWarpColumns = 32;  // columns of a warp: two m16 tiles
 inline constexpr int kPieceBytes = 16;
 inline constexpr int kPieceRows = 8;  // rows of x in a piece
 
-// A stage holds kGroupWindows windows of 32 columns: the values of each window as one run of 32 columns, then the mask
-// words of each window. kWindowPad shifts the banks from one window to the next. A warp fills and reads its own ring.
-template <class Value_, int kQ_, int kStages_, int kWindowPad>
+// A stage holds kGroupWindows windows of the warp's columns (16 or 32): the values of each window as one run, then the
+// mask words of each window. kWindowPad shifts the banks from one window to the next. A warp fills and reads its own ring.
+template <class Value_, int kQ_, int kWarpColumns_, int kStages_, int kWindowPad>
 struct WeightRing {
   using Value = Value_;
-  static constexpr int kStages = kStages_;
+  static constexpr int kStages = kStages_, kWarpColumns = kWarpColumns_;
   static constexpr int kColumnBytes = kQ_ * static_cast<int>(sizeof(Value));
   static constexpr int kRunBytes = kWarpColumns * kColumnBytes;
   static constexpr int kWindowStride = (kRunBytes + 127) / 128 * 128 + kWindowPad;
   static constexpr int kMaskStride = kWarpColumns * 4 + 32;
+  static constexpr int kMaskPieces = kWarpColumns * 4 / kPieceBytes;
   static constexpr int kMaskOffset = kGroupWindows * kWindowStride;
   static constexpr int kStageBytes = kMaskOffset + kGroupWindows * kMaskStride;
   static constexpr int kBytes = kStages * kStageBytes;
@@ -69,7 +69,10 @@ struct WeightRing {
                           values + w * out * kColumnBytes + piece * kPieceBytes);
           }
         }
-        CopyAsync<16>(stage + kMaskOffset + lane / 8 * kMaskStride + lane % 8 * 16, mask + lane / 8 * out + lane % 8 * 4);
+        const int w = lane / kMaskPieces, piece = lane % kMaskPieces;
+        if (w < kGroupWindows) {
+          CopyAsync<16>(stage + kMaskOffset + w * kMaskStride + piece * kPieceBytes, mask + w * out + piece * 4);
+        }
       } else {
         FillAny<Swizzle>(values, mask, out, last - window, columns, lane, stage);
       }
@@ -100,7 +103,7 @@ struct WeightRing {
         *reinterpret_cast<Value*>(to + place) = value;
       }
       char* words = static_cast<char*>(__cvta_shared_to_generic(stage)) + kMaskOffset + w * kMaskStride;
-      reinterpret_cast<uint32_t*>(words)[lane] = w < windows && lane < columns ? mask[lane] : 0u;
+      if (lane < kWarpColumns) reinterpret_cast<uint32_t*>(words)[lane] = w < windows && lane < columns ? mask[lane] : 0u;
     }
   }
 };

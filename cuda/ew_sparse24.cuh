@@ -35,15 +35,16 @@ struct Sparse24Config {
   using X = X_;
   static constexpr int kTokens = kTokens_, kWarps = kWarps_, kMinBlocks = kMinBlocks_;
   static constexpr int kThreads = kWarpSize * kWarps;
-  static constexpr int kColumns = kWarpColumns * kWarps;
   static constexpr int kTiles = 2;  // m16 tiles of a warp
+  static constexpr int kWarpColumns = 16 * kTiles;
+  static constexpr int kColumns = kWarpColumns * kWarps;
   static constexpr int kTokenTiles = kTokens / 8;
   static constexpr int kQ = 16;
   static constexpr int kChunkWindows = kTokens <= 16 ? 128 / kTokens : 8;
   struct Swizzle {
     __device__ __forceinline__ int operator()(int, int column) const { return column / 4 % 2; }
   };
-  using Ring = WeightRing<X, kQ, kStages_, 0>;
+  using Ring = WeightRing<X, kQ, kWarpColumns, kStages_, 0>;
   using Chunks = XChunks<X, kTokens, kChunkWindows, kThreads, 16>;
   static constexpr int kPoolBytes = Ring::kBytes * kWarps + 2 * Chunks::kChunkBytes;
   static constexpr int kPartialBytes = kTokens * kColumns * 4;
@@ -96,7 +97,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
 
   const typename C::Swizzle swizzle{};
   Ring ring;
-  ring.Begin(problem, batch, block_column + warp * kWarpColumns, first, last, shared + warp * Ring::kBytes);
+  ring.Begin(problem, batch, block_column + warp * C::kWarpColumns, first, last, shared + warp * Ring::kBytes);
   Chunks::Fill(problem, batch, first, chunks);
   CommitCopies();
 #pragma unroll 1

@@ -173,16 +173,20 @@ __global__ void __launch_bounds__(C::kThreads, 2) TransposedKernel(Problem probl
   if constexpr (kWhole) {
     // Tiles of a warp: tile_begin + warp, every kWarps-th; only the last may have idle lanes.
     int tile = tile_begin + warp, read_tile = tile, read_left = kept / C::kRows, left = 0;
-    const Value* source = active(tile) ? values_of(tile) : values;
+    // Unit rows are walked from the last kept row to the first: the highest bit of a mask takes one instruction to find.
+    const int64_t first_load = C::kUnitRows ? int64_t{kept - C::kRows} * geometry.bn : 0;
+    const int to_next = (C::kUnitRows ? -C::kRows : C::kRows) * geometry.bn;
+    const Value* source = active(tile) ? values_of(tile) + first_load : values;
     auto advance = [&] {
-      source += C::kRows * geometry.bn;
+      source += to_next;
       if (--read_left == 0) {
         read_tile += C::kWarps, read_left = kept / C::kRows;
-        if (active(read_tile)) source = values_of(read_tile);
+        if (active(read_tile)) source = values_of(read_tile) + first_load;
       }
     };
     RowCursor<C::kUnitRows> cursor;
     uint32_t bits = 0, next_bits = 0;
+    const uint32_t last_unit = geometry.window_units - 1;
     const uint32_t valid = geometry.window_units < kMaskBits ? (1u << geometry.window_units) - 1 : 0xffffffffu;
     if (active(tile)) {
       if constexpr (C::kUnitRows) next_bits = __ldg(words_of(tile));
@@ -209,11 +213,12 @@ __global__ void __launch_bounds__(C::kThreads, 2) TransposedKernel(Problem probl
       --left;
       float* at[C::kRows];
 #pragma unroll
-      for (int r = 0; r < C::kRows; ++r) {
-        int row;
+      for (int i = 0; i < C::kRows; ++i) {
+        const int r = C::kUnitRows ? C::kRows - 1 - i : i;
+        uint32_t row;
         if constexpr (C::kUnitRows) {
-          row = bits == 0 ? 0 : __ffs(bits) - 1;
-          bits &= bits - 1;
+          row = min(31u - __clz(bits), last_unit);  // no bit left, in a corrupt mask: the last unit
+          bits &= ~(1u << row);
         } else {
           row = cursor.Next(geometry);
         }

@@ -109,7 +109,7 @@ def plot(results: dict[str, Any], path: pathlib.Path) -> None:
         times = [row[f"batch_{size}_ms"] for row in rows]
         medians = np.array([t["median"] for t in times])
         spread = np.array([[t["median"] - t["low"] for t in times], [t["high"] - t["median"] for t in times]])
-        title = f"Latency, {size} sentence{'s' if size > 1 else ''} of {meta['length']} tokens (bars: quartiles)"
+        title = f"Latency, {size} sentence{'s' if size > 1 else ''} of {meta['length']} tokens (whiskers: quartiles)"
         _plot_bars(axis, names, medians, colours, "median time of a call [ms]", title, spread)
     figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -36,7 +36,7 @@ from jax_nmsparse import checkpoint
 
 PATTERNS = "2:4,16:32,8:32,16:32/1x32"
 BATCHES = (1, 32)
-_FEWEST_ROUNDS, _MOST_ROUNDS = 5, 50
+_FEWEST_ROUNDS, _MOST_ROUNDS = 9, 50
 
 
 @dataclasses.dataclass(eq=False)
@@ -108,7 +108,7 @@ def time_in_turns(variants: list[Variant], batch, seconds: float, done: Callable
     Args:
       variants: Each gets its times appended under the batch size.
       batch: (tokens, mask).
-      seconds: Stop after so long, but not before five rounds.
+      seconds: Stop after so long, but not before nine rounds.
       done: Called with the finished fraction.
     """
     batch = jax.device_put(batch)

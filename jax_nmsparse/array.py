@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
+from jax.typing import ArrayLike
 
 from jax_nmsparse import layout as layout_lib
 from jax_nmsparse.layout import Layout
@@ -104,7 +106,7 @@ class NMSparse:
     pattern: NMPattern
 
     def __init__(
-        self, values: jax.Array, mask: jax.Array, *, shape: tuple[int, ...], pattern: NMPattern, scales=None
+        self, values: jax.Array, mask: jax.Array, *, shape: Sequence[int], pattern: NMPattern | str, scales=None
     ) -> None:
         pattern = check_pattern("NMSparse", pattern)
         shape = tuple(int(size) for size in shape)
@@ -204,7 +206,7 @@ class NMSparse:
     # Conversions.
 
     @classmethod
-    def fromdense(cls, dense: jax.Array, pattern: NMPattern) -> NMSparse:
+    def fromdense(cls, dense: ArrayLike, pattern: NMPattern | str) -> NMSparse:
         """Packs a weight that already satisfies the pattern; nothing is lost.
 
         Args:
@@ -234,7 +236,7 @@ class NMSparse:
         if int(excess) > 0:
             raise ValueError(
                 f"fromdense: {int(excess)} groups hold more than {pattern.n} nonzero units of {pattern.m} "
-                f"(pattern {pattern}, groups along in_features, axis -2); prune(dense, pattern) drops the smallest"
+                f"(pattern {pattern}, groups along in_features, axis -2); use prune(dense, pattern)"
             )
         return cls._from_units(dense, mask, pattern)
 
@@ -251,21 +253,15 @@ class NMSparse:
 
     def todense(self) -> jax.Array:
         """The dense weight ``[..., in_features, out_features]``; quantised values come back as float32."""
-        layout = self.layout
-        values = self.values if self.scales is None else self.values.astype(jnp.float32)
-        dense = layout_lib.from_units(layout_lib.expand(values, self.mask_with_words, layout), layout)
-        return dense if self.scales is None else dense * self.scales[..., None, :]
+        return _dense(self.values, self.mask_with_words, self.scales, self.layout)
 
     def indices(self) -> jax.Array:
         """Position of every kept unit inside its group, 0 to m - 1: int32 ``[..., windows, out_blocks, q]``."""
-        return layout_lib.kept_positions(self.mask_with_words, self.layout) % self.pattern.m
+        return _positions(self.mask_with_words, self.layout) % self.pattern.m
 
     def keep(self) -> jax.Array:
         """Which elements are kept: bool ``[..., in_features, out_features]`` (kept units may hold zeros)."""
-        layout = self.layout
-        bits = layout_lib.unpack_bits(self.mask_with_words, layout.window_units)
-        units = jnp.broadcast_to(bits[..., None, None], bits.shape + (layout.bk, layout.bn))
-        return layout_lib.from_units(units, layout)
+        return _kept(self.mask_with_words, self.layout)
 
     def astype(self, dtype) -> NMSparse:
         """The same weight with values of another float dtype; quantised values are multiplied out."""
@@ -362,6 +358,23 @@ def _gather_units(dense: jax.Array, mask: jax.Array, layout: Layout) -> jax.Arra
     return layout_lib.compress(layout_lib.to_units(dense, layout), mask, layout)
 
 
+_positions = jax.jit(layout_lib.kept_positions, static_argnums=1)
+
+
+@jax.jit(static_argnums=3)
+def _dense(values: jax.Array, mask: jax.Array, scales: jax.Array | None, layout: Layout) -> jax.Array:
+    values = values if scales is None else values.astype(jnp.float32)
+    dense = layout_lib.from_units(layout_lib.expand(values, mask, layout), layout)
+    return dense if scales is None else dense * scales[..., None, :]
+
+
+@jax.jit(static_argnums=1)
+def _kept(mask: jax.Array, layout: Layout) -> jax.Array:
+    bits = layout_lib.unpack_bits(mask, layout.window_units)
+    units = jnp.broadcast_to(bits[..., None, None], bits.shape + (layout.bk, layout.bn))
+    return layout_lib.from_units(units, layout)
+
+
 def scales_like_values(scales: jax.Array, layout: Layout) -> jax.Array:
     """``[..., out_features]`` -> ``[..., 1, out_blocks, 1, 1, bn]``; padding columns get 1."""
     pad = [(0, 0)] * (scales.ndim - 1) + [(0, layout.padded_out - layout.out_features)]
@@ -369,11 +382,12 @@ def scales_like_values(scales: jax.Array, layout: Layout) -> jax.Array:
     return padded.reshape(*scales.shape[:-1], 1, layout.out_blocks, 1, 1, layout.bn)
 
 
+@jax.jit(static_argnums=2)
 def _zero_padding(values: jax.Array, mask: jax.Array, layout: Layout) -> jax.Array:
     """Values with zeros where a kept unit reaches beyond in_features or out_features."""
     if layout.padded_in == layout.in_features and layout.padded_out == layout.out_features:
         return values
-    unit = layout_lib.kept_positions(mask, layout) + layout.window_units * jnp.arange(layout.windows)[:, None, None]
+    unit = _positions(mask, layout) + layout.window_units * jnp.arange(layout.windows)[:, None, None]
     row = unit[..., None, None] * layout.bk + jnp.arange(layout.bk)[:, None]
     column = (jnp.arange(layout.out_blocks)[:, None] * layout.bn + jnp.arange(layout.bn))[:, None, None, :]
     inside = (row < layout.in_features) & (column < layout.out_features)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from jax_nmsparse import dispatch, primitives, reference
 from jax_nmsparse import lowering as _lowering  # noqa: F401  (registers the lowerings)
@@ -158,11 +159,11 @@ def _tokens_shape(x: jax.Array, lead: int) -> tuple[int, int, int]:
 
 
 def spmm(
-    x: jax.Array,
+    x: ArrayLike,
     w: NMSparse,
     *,
     transpose: bool = False,
-    bias: jax.Array | None = None,
+    bias: ArrayLike | None = None,
     activation: str | None = None,
     precision: Any = None,
     preferred_element_type: Any = None,
@@ -253,7 +254,7 @@ def _spmm_t(g, w: NMSparse, precision, preferred_element_type, implementation) -
     return dx.reshape(*g.shape[:-1], w.in_features)
 
 
-def spmv(x: jax.Array, w: NMSparse, **options: Any) -> jax.Array:
+def spmv(x: ArrayLike, w: NMSparse, **options: Any) -> jax.Array:
     """Product of one vector with an N:M sparse weight: ``y = x W``; `spmm` for x of one axis.
 
     Args:
@@ -279,7 +280,7 @@ def spmv(x: jax.Array, w: NMSparse, **options: Any) -> jax.Array:
 
 
 def sddmm(
-    x: jax.Array, g: jax.Array, w: NMSparse, *, precision: Any = None, implementation: str | None = None
+    x: ArrayLike, g: ArrayLike, w: NMSparse, *, precision: Any = None, implementation: str | None = None
 ) -> jax.Array:
     """Sampled product ``(xᵀ g)`` at the kept units of w: the gradient of ``sum(g * (x @ w))`` by ``w.values``.
 

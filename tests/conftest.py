@@ -1,9 +1,10 @@
 """Devices, markers and fixtures that all tests share; the oracle and the tolerances are in oracle.py."""
+# ruff: noqa: E402
 
 import os
 
-# Before JAX starts: eight CPU devices for the sharding tests, and machine code that is compiled fast rather than runs fast,
-# since the tests compile thousands of small programs. Flags that are set already stay.
+# Before JAX starts: eight CPU devices for the sharding tests, and machine code that is compiled fast rather than runs
+# fast, since the tests compile thousands of small programs. Flags that are set already stay.
 for _flag in ("--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"):
     if _flag.split("=")[0] not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}".strip()
@@ -32,7 +33,7 @@ def _gpu_problem() -> str | None:
         jax.devices("cuda")
     except RuntimeError:
         return "no CUDA device"
-    from jax_nmsparse import native  # noqa: PLC0415  (only where there is a GPU)
+    from jax_nmsparse import native
 
     module = native.MODULES["cuda"]
     return None if module.loaded else f"the native module _cuda {module.problem}"

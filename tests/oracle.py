@@ -6,6 +6,7 @@ Nothing here calls the package's packing, pruning or reference code: masks are d
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,20 @@ import numpy as np
 import jax_nmsparse as nms
 from jax_nmsparse import native
 
-PATTERNS = ("2:4", "1:4", "8:32", "16:32", "3:6", "1:10", "4:64", "100:128", "2:4/1x8", "8:32/2x3", "1:2/4x4", "2:5/3x2")
+PATTERNS = (
+    "2:4",
+    "1:4",
+    "8:32",
+    "16:32",
+    "3:6",
+    "1:10",
+    "4:64",
+    "100:128",
+    "2:4/1x8",
+    "8:32/2x3",
+    "1:2/4x4",
+    "2:5/3x2",
+)
 """Element-wise, vector-wise and block-wise, windows of 1, 2 and 4 words, and m that divides 32 or does not."""
 
 RAGGED = (1, 31, 33, 63, 65, 127, 129, 1000)
@@ -71,16 +85,16 @@ def assert_same_bits(got, want) -> None:
 # Weights.
 
 
-def integers(rng: np.random.Generator, shape, dtype=np.float32, largest: int = 3) -> np.ndarray:
+def integers(rng: np.random.Generator, shape, dtype: Any = np.float32, largest: int = 3) -> np.ndarray:
     """Integers in [-largest, largest]: their products and sums are exact in every dtype used here."""
     return rng.integers(-largest, largest + 1, shape).astype(jnp.dtype(dtype))
 
 
-def normal(rng: np.random.Generator, shape, dtype=np.float32) -> np.ndarray:
+def normal(rng: np.random.Generator, shape, dtype: Any = np.float32) -> np.ndarray:
     return rng.standard_normal(shape).astype(jnp.dtype(dtype))
 
 
-def _geometry(pattern: nms.NMPattern, features: tuple[int, int]) -> tuple[int, int, int]:
+def _geometry(pattern: nms.NMPattern, features: tuple[int, ...]) -> tuple[int, int, int]:
     """Units in a window, windows, column blocks."""
     units = 32 if 32 % pattern.m == 0 else pattern.m
     bk, bn = pattern.block
@@ -96,7 +110,9 @@ def cut(dense: np.ndarray, pattern: nms.NMPattern) -> np.ndarray:
     return np.moveaxis(padded.reshape(*dense.shape[:-2], windows, units, bk, blocks, bn), -2, -4)
 
 
-def draw(rng: np.random.Generator, shape, pattern: nms.NMPattern | str, dtype=np.float32, fill=integers) -> nms.NMSparse:
+def draw(
+    rng: np.random.Generator, shape, pattern: nms.NMPattern | str, dtype: Any = np.float32, fill=integers
+) -> nms.NMSparse:
     """A weight with random kept units, packed by NumPy alone."""
     pattern = nms.NMPattern.parse(pattern) if isinstance(pattern, str) else pattern
     units = cut(fill(rng, shape, dtype), pattern)

@@ -1,5 +1,8 @@
 """Every error is raised while tracing and names the operand, what was expected, what arrived and the remedy."""
 
+import operator
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,14 +18,18 @@ def w(rng) -> nms.NMSparse:
     return oracle.draw(rng, (1024, 4), "2:4")
 
 
-def _x(*shape, dtype=np.float32):
+def _x(*shape, dtype: Any = np.float32) -> Any:
     return np.ones(shape, dtype)
 
 
 SPMM = [
     ({"x": _x(3, 1000)}, ValueError, r"x has trailing size 1000, expected 1024 \(= in_features of w 1024x4\)"),
     ({"x": _x(3, 4)}, ValueError, "expected 1024 .* it fits the other axis of w: use transpose=True"),
-    ({"x": _x(3, 1024), "transpose": True}, ValueError, r"trailing size 1024, expected 4 \(= out_features .*transpose=False"),
+    (
+        {"x": _x(3, 1024), "transpose": True},
+        ValueError,
+        r"trailing size 1024, expected 4 \(= out_features .*transpose=False",
+    ),
     ({"x": np.float32(1)}, ValueError, "x has 0 axes, expected at least 1"),
     ({"x": _x(3, 1024, dtype=np.complex64)}, TypeError, "x has dtype complex64, supported are float32, bfloat16"),
     ({"x": "text"}, TypeError, "x is a str, expected an array"),
@@ -58,7 +65,7 @@ def test_sparse_operands_on_the_wrong_side(w):
     with pytest.raises(TypeError, match="spmm: x is an NMSparse, expected a dense array"):
         nms.spmm(w, w)
     with pytest.raises(TypeError, match="x is an NMSparse|right operand"):
-        w @ w
+        operator.matmul(w, w)
 
 
 def test_batch_axes_must_match(rng):
@@ -98,14 +105,18 @@ def test_sddmm(w, x, g, error, message):
 @pytest.mark.parametrize("dtype", [np.int32, np.bool_, np.uint8, np.int16])
 def test_integers_beside_quantised_values(rng, dtype):
     w = oracle.draw(rng, (8, 4), "2:4", jnp.int8)
-    with pytest.raises(TypeError, match=f"x has dtype {np.dtype(dtype).name} beside int8 values, expected float32.*int8"):
+    with pytest.raises(
+        TypeError, match=f"x has dtype {np.dtype(dtype).name} beside int8 values, expected float32.*int8"
+    ):
         nms.spmm(_x(3, 8, dtype=dtype), w)
     with pytest.raises(TypeError, match="x has dtype int8 beside float8_e4m3fn values"):
         nms.spmm(_x(3, 8, dtype=np.int8), oracle.draw(rng, (8, 4), "2:4", jnp.float8_e4m3fn))
 
 
 def test_named_implementations_that_cannot_run(w):
-    with pytest.raises(NotImplementedError, match="spmm: implementation='cuda' .*implementation=None|.*compiled for cpu"):
+    with pytest.raises(
+        NotImplementedError, match="spmm: implementation='cuda' .*implementation=None|.*compiled for cpu"
+    ):
         nms.spmm(_x(3, 1024), w, implementation="cuda")
     if not native.MODULES["cpu"].loaded:
         with pytest.raises(NotImplementedError, match="the native module _cpu was not built"):

@@ -43,7 +43,7 @@ def _imports(node: ast.AST) -> set[str]:
     for child in ast.walk(node):
         if isinstance(child, ast.ImportFrom) and (child.module or "").split(".")[0] == "jax_nmsparse":
             assert child.level == 0, "relative import"
-            inside = child.module.removeprefix("jax_nmsparse").lstrip(".")
+            inside = (child.module or "").removeprefix("jax_nmsparse").lstrip(".")
             names |= {inside} if inside else {alias.name for alias in child.names}
         elif isinstance(child, ast.Import):
             names |= {a.name.removeprefix("jax_nmsparse.") for a in child.names if a.name.startswith("jax_nmsparse.")}
@@ -72,7 +72,9 @@ def test_the_one_deferred_import():
     assert _deferred(tree) == {"__rmatmul__": {"ops"}}
 
 
-@pytest.mark.parametrize("path", [PACKAGE / "__init__.py", PACKAGE / "pruning" / "__init__.py"], ids=lambda p: p.parent.name)
+@pytest.mark.parametrize(
+    "path", [PACKAGE / "__init__.py", PACKAGE / "pruning" / "__init__.py"], ids=lambda p: p.parent.name
+)
 def test_init_re_exports_and_does_nothing_else(path):
     body = ast.parse(path.read_text(encoding="utf-8")).body
     assert isinstance(body[0], ast.Expr), "a docstring first"
@@ -84,13 +86,14 @@ def test_init_re_exports_and_does_nothing_else(path):
 
 def test_public_names():
     """The names of the documented interface."""
-    for name in (
-        "NMPattern", "NMSparse", "explain", "grad", "prune", "quantize", "sddmm", "spmm", "spmv", "supports", "value_and_grad",
-    ):  # fmt: skip
+    functions = ("explain", "grad", "prune", "quantize", "sddmm", "spmm", "spmv", "supports", "value_and_grad")
+    for name in ("NMPattern", "NMSparse", *functions):
         assert callable(getattr(jax_nmsparse, name)), name
 
 
-@pytest.mark.parametrize("module", ["jax_nmsparse.pattern", "jax_nmsparse.layout", "jax_nmsparse.ops", "jax_nmsparse.quantization"])
+@pytest.mark.parametrize(
+    "module", ["jax_nmsparse.pattern", "jax_nmsparse.layout", "jax_nmsparse.ops", "jax_nmsparse.quantization"]
+)
 def test_any_module_may_be_imported_first(module):
     """In a fresh process, with the first product right after it."""
     code = (

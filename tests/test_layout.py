@@ -13,7 +13,6 @@ from jax_nmsparse import NMPattern
 from jax_nmsparse import layout as layout_lib
 from jax_nmsparse.layout import Layout
 
-
 _pack_bits = jax.jit(layout_lib.pack_bits)
 _unpack_bits = jax.jit(layout_lib.unpack_bits, static_argnums=1)
 _kept_positions = jax.jit(layout_lib.kept_positions, static_argnums=1)

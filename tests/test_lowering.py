@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -42,9 +43,9 @@ def _targets(text: str) -> set[str]:
     return set(re.findall(r"@(nms_\w+)\(", text))
 
 
-def _shapes(text: str) -> set[tuple[int, ...]]:
+def _shapes(text: str | None) -> set[tuple[int, ...]]:
     """Every array shape in an HLO text."""
-    found = re.findall(r"\b(?:f64|f32|f16|bf16|s32|u32|s8|u8|pred)\[([\d,]+)\]", text)
+    found = re.findall(r"\b(?:f64|f32|f16|bf16|s32|u32|s8|u8|pred)\[([\d,]+)\]", text or "")
     return {tuple(int(size) for size in shape.split(",")) for shape in found}
 
 
@@ -52,11 +53,15 @@ def _shapes(text: str) -> set[tuple[int, ...]]:
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("implementation", [None, "cuda"])
 def test_lowers_for_cuda_on_a_machine_without_a_gpu(op, implementation):
-    for pattern, dtype in itertools.product(("2:4", "8:32/1x128", "1:2/16x16"), (jnp.float32, jnp.bfloat16, jnp.float16)):
+    for pattern, dtype in itertools.product(
+        ("2:4", "8:32/1x128", "1:2/16x16"), (jnp.float32, jnp.bfloat16, jnp.float16)
+    ):
         operands = _structs(4096, 256, 256, pattern, dtype)
         text = _lower(op, operands, "cuda", implementation=implementation)
         wanted = {target_name(op, "cuda")}
-        choice = dispatch.choose(dispatch.Call(op, operands[2].layout, 1, 4096, dtype, dtype, dtype), "cuda", implementation)
+        choice = dispatch.choose(
+            dispatch.Call(op, operands[2].layout, 1, 4096, dtype, dtype, dtype), "cuda", implementation
+        )
         assert _targets(text) == (wanted if choice.kernel else set()), (pattern, dtype)
         if implementation == "cuda":
             assert choice.kernel
@@ -91,7 +96,7 @@ def test_platforms_without_kernels_run_the_reference(op):
 def test_a_named_implementation_never_falls_back(op):
     operands = _structs(3, 64, 32)
     for name, platform in (("cpu", "cuda"), ("cpu", "tpu")):
-        with pytest.raises(NotImplementedError, match=f"implementation='{name}' .*compiled for {platform}"):
+        with pytest.raises(NotImplementedError, match=f"implementation='{name}' .*compiled for (cuda|this platform)"):
             _lower(op, operands, platform, implementation=name)
     with pytest.raises(NotImplementedError, match="implementation='cuda'"):
         _lower(op, operands, "cpu", implementation="cuda")
@@ -124,9 +129,9 @@ def test_every_static_parameter_lowers_everywhere(activation, bias, precision, t
 @pytest.mark.parametrize(("size", "pattern"), [((4096, 96), "2:4"), ((3072, 64), "8:32/1x64"), ((1000, 33), "3:6")])
 def test_temporary_memory_is_bounded(op, size, pattern):
     """The documented formula: four expanded chunks, whatever in_features is (and x padded to whole windows)."""
-    x, g, w = _structs(16, *size, pattern)
+    x, g, w = _structs(16, size[0], size[1], pattern)
     compiled = jax.jit(_function(op, implementation="xla")).lower(x, g, w).compile()
-    used = compiled.memory_analysis().temp_size_in_bytes
+    used = cast(Any, compiled.memory_analysis()).temp_size_in_bytes
     bound = temporary_bytes(w.layout, 1, jnp.float32)
     # x or dx padded to whole windows, the result that is accumulated, and the gradient before it is cut.
     activations = 4 * 16 * (w.layout.padded_in + 2 * w.layout.padded_out) + w.layout.values_bytes(jnp.float32)

@@ -25,7 +25,21 @@ DTYPES = tuple((d, d) for d in (*FLOATS, "float64", "int8")) + tuple((d, "int8")
 RAGGED = (1, 31, 33, 63, 65, 127, 129, 1000)
 TOKENS = (*range(18), 64, 128, 129)
 # (q, window_units): the format knows n and m only through these.
-WINDOWS = ((16, 32), (8, 32), (3, 32), (1, 32), (31, 32), (3, 6), (1, 10), (7, 10), (32, 64), (5, 64), (25, 100), (16, 128), (127, 128))
+WINDOWS = (
+    (16, 32),
+    (8, 32),
+    (3, 32),
+    (1, 32),
+    (31, 32),
+    (3, 6),
+    (1, 10),
+    (7, 10),
+    (32, 64),
+    (5, 64),
+    (25, 100),
+    (16, 128),
+    (127, 128),
+)
 BLOCKS = ((1, 1), (1, 4), (1, 32), (4, 4), (3, 5), (2, 1), (16, 16), (1, 128))
 
 
@@ -75,7 +89,9 @@ def random_weight(rng, batch, rows, columns, window, block, dtype) -> Weight:
     values = np.take_along_axis(unit_values, positions[..., None, None], axis=3)
     kept = np.where(keep[..., None, None], unit_values, np.zeros((), unit_values.dtype)).astype(np.float64)
     bk, bn = block
-    dense = kept.transpose(0, 1, 3, 4, 2, 5).reshape(batch, kept.shape[1] * units * bk, kept.shape[2] * bn)[:, :rows, :columns]
+    dense = kept.transpose(0, 1, 3, 4, 2, 5).reshape(batch, kept.shape[1] * units * bk, kept.shape[2] * bn)[
+        :, :rows, :columns
+    ]
     return Weight(np.ascontiguousarray(values), mask, dense, units, positions)
 
 
@@ -98,7 +114,9 @@ def spmm(x, weight, scales=None, bias=None, dtype=None, **attributes):
 
 
 def spmm_t(g, weight, dtype=None):
-    result = jax.ShapeDtypeStruct((*g.shape[:2], weight.dense.shape[1]), dtype or (np.int32 if g.dtype == np.int8 else g.dtype))
+    result = jax.ShapeDtypeStruct(
+        (*g.shape[:2], weight.dense.shape[1]), dtype or (np.int32 if g.dtype == np.int8 else g.dtype)
+    )
     return call("nms_cpu_spmm_t", result, g, weight.values, weight.mask, window_units=weight.window_units)
 
 
@@ -205,9 +223,13 @@ def test_every_result_dtype(dtypes, result):
 def _activate(v, activation):
     erf = np.vectorize(math.erf)
     tanh = 0.7978845608028654 * (v + 0.044715 * v**3)
-    return (v, np.maximum(v, 0), v * (1 + erf(v / math.sqrt(2))) / 2, v * (1 + np.tanh(tanh)) / 2, v / (1 + np.exp(-v)))[
-        activation
-    ]
+    return (
+        v,
+        np.maximum(v, 0),
+        v * (1 + erf(v / math.sqrt(2))) / 2,
+        v * (1 + np.tanh(tanh)) / 2,
+        v / (1 + np.exp(-v)),
+    )[activation]
 
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids="-".join)
@@ -242,7 +264,9 @@ def test_epilogue(dtypes, activation):
 def test_activations_over_their_whole_range(activation):
     v = np.concatenate([np.linspace(-20, 20, 4001), [-1e4, 1e4, 0.0, -60.0, 60.0, -100.0, 100.0]]).astype(np.float32)
     x = v.reshape(1, -1, 1)
-    weight = Weight(np.ones((1, 1, 1, 1, 1, 1), np.float32), np.ones((1, 1, 1, 1), np.uint32), np.ones((1, 1, 1)), 32, None)
+    weight = Weight(
+        np.ones((1, 1, 1, 1, 1, 1), np.float32), np.ones((1, 1, 1, 1), np.uint32), np.ones((1, 1, 1)), 32, None
+    )
     got = spmm(x, weight, activation=activation)
     with np.errstate(over="ignore"):
         expected = _activate(x.astype(np.float64), activation)

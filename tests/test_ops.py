@@ -55,7 +55,9 @@ def test_batch_axes_of_the_weight(rng, pattern, lead, implementation):
     w = oracle.draw(rng, (*lead, 35, 9), pattern)
     x, g = oracle.integers(rng, (*lead, 2, 2, 35)), oracle.integers(rng, (*lead, 2, 2, 9))
     _assert_exact(_all_ops(x, g, w, implementation), _wanted(x, g, w))
-    _assert_exact(_all_ops(x[..., 0, 0, :], g[..., 0, 0, :], w, implementation), _wanted(x[..., 0, 0, :], g[..., 0, 0, :], w))
+    _assert_exact(
+        _all_ops(x[..., 0, 0, :], g[..., 0, 0, :], w, implementation), _wanted(x[..., 0, 0, :], g[..., 0, 0, :], w)
+    )
 
 
 @pytest.mark.parametrize("implementation", [None, "xla"])
@@ -78,7 +80,9 @@ def test_no_tail_column_is_dropped(rng, pattern, implementation):
     weights = [oracle.draw(rng, (32, size), pattern) for size in sizes]
     x, g = oracle.integers(rng, (2, 32)), oracle.integers(rng, (2, 64))
     gs = [g[:, :size] for size in sizes]
-    every = jax.jit(lambda x, gs, ws: [_all_ops(x, g, w, implementation) for g, w in zip(gs, ws, strict=True)])(x, gs, weights)
+    every = jax.jit(lambda x, gs, ws: [_all_ops(x, g, w, implementation) for g, w in zip(gs, ws, strict=True)])(
+        x, gs, weights
+    )
     for got, g, w in zip(every, gs, weights, strict=True):
         _assert_exact(got, _wanted(x, g, w))
 
@@ -183,7 +187,9 @@ def test_half_types_are_summed_in_float32(rng):
     for dtype in (jnp.bfloat16, jnp.float16):
         w = nms.NMSparse.fromdense(jnp.asarray(dense, dtype), "2:4")
         for implementation in oracle.IMPLEMENTATIONS:
-            y = nms.spmm(jnp.ones((1, 8192), dtype), w, preferred_element_type=jnp.float32, implementation=implementation)
+            y = nms.spmm(
+                jnp.ones((1, 8192), dtype), w, preferred_element_type=jnp.float32, implementation=implementation
+            )
             assert y[0, 0] == 2048 * 1.25, (dtype, implementation)
 
 
@@ -196,7 +202,13 @@ def test_activation_and_bias(rng, activation, implementation):
         lambda x, w, b: (
             nms.spmm(x, w, bias=b, activation=activation, implementation=implementation),
             nms.spmm(x, w, activation=activation, implementation=implementation),
-            nms.spmm(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), bias=b, activation=activation, implementation=implementation),
+            nms.spmm(
+                x.astype(jnp.bfloat16),
+                w.astype(jnp.bfloat16),
+                bias=b,
+                activation=activation,
+                implementation=implementation,
+            ),
         )
     )
     biased, plain, half = run(x, w, bias)
@@ -245,8 +257,12 @@ def test_slices_of_a_larger_buffer(rng, implementation):
     """Operands that start anywhere in memory: odd sizes and offsets."""
     stack = oracle.draw(rng, (3, 33, 7), "2:4")
     x = oracle.integers(rng, (3, 5, 35))
-    run = jax.jit(lambda x, w: [nms.spmm(x[i, 1:, 1:34], jax.tree.map(lambda a: a[i], w), implementation=implementation) for i in range(3)])
-    for i, y in enumerate(run(x, stack)):
+
+    def product(i, x, w):
+        return nms.spmm(x[i, 1:, 1:34], jax.tree.map(lambda a: a[i], w), implementation=implementation)
+
+    products = jax.jit(lambda x, w: [product(j, x, w) for j in range(3)])(x, stack)
+    for i, y in enumerate(products):
         np.testing.assert_array_equal(y, x[i, 1:, 1:34] @ oracle.dense(stack)[i])
 
 

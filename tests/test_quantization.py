@@ -1,5 +1,7 @@
 """quantize: int8 and float8 values with one scale for every output feature."""
 
+from typing import Any, cast
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -93,7 +95,7 @@ def test_wrong_weights(rng):
     with pytest.raises(TypeError, match="is quantised already"):
         nms.quantize(nms.quantize(w, jnp.int8), jnp.int8)
     with pytest.raises(TypeError, match="w is a ndarray, expected an NMSparse"):
-        nms.quantize(np.ones((4, 4)), jnp.int8)
+        nms.quantize(cast(Any, np.ones((4, 4))), jnp.int8)
     for bad in (np.nan, np.inf):
         with pytest.raises(ValueError, match="holds NaN or Inf"):
             nms.quantize(w.with_values(w.values.at[0, 0, 0].set(bad)), jnp.int8)

@@ -72,7 +72,9 @@ def test_gradients_of_batch_sharded_operands(rng, mesh, implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize(("x_spec", "w_spec", "collectives"), [((), (None, "d"), set()), ((None, "d"), ("d",), {"all-reduce"})])
+@pytest.mark.parametrize(
+    ("x_spec", "w_spec", "collectives"), [((), (None, "d"), set()), ((None, "d"), ("d",), {"all-reduce"})]
+)
 def test_tensor_parallel_weights_are_never_gathered(rng, mesh, x_spec, w_spec, collectives, implementation):
     """Columns: no collective. Rows: one all-reduce of the result."""
     w = oracle.draw(rng, (IN, OUT), "8:32")
@@ -119,5 +121,7 @@ def test_explicit_mesh_axes(rng):
         y = jax.jit(lambda x, w: nms.spmm(x, w, implementation="xla"))(_put(mesh, x, "d"), weight)
         assert jax.typeof(y).sharding.spec == P("d", None)
         np.testing.assert_array_equal(y, oracle.spmm(x, w))
-        with pytest.raises(ValueError, match="spmm: an axis that is summed over is sharded .*'d'.*reshard it, or write"):
+        with pytest.raises(
+            ValueError, match="spmm: an axis that is summed over is sharded .*'d'.*reshard it, or write"
+        ):
             jax.jit(lambda x, w: nms.spmm(x, w))(_put(mesh, x, None, "d"), weight)

@@ -119,9 +119,9 @@ def _while_loop(f, p):
 
 
 def _linearize(f, p):
-    _, tangent = jax.linearize(f, p.x, p.values)
+    y, tangent = jax.linearize(f, p.x, p.values)
     transposed = jax.linear_transpose(lambda x: tangent(x, jnp.zeros_like(p.values)), p.x)
-    return tangent(p.x, p.values), transposed(p.ct)
+    return tangent(p.x, p.values), transposed(p.ct.astype(y.dtype))
 
 
 TRANSFORMS = (

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jax_nmsparse import layout as layout_lib
 from jax_nmsparse.array import NMSparse, check_dense, check_pattern
@@ -15,7 +16,7 @@ from jax_nmsparse.pattern import NMPattern
 METHODS = ("magnitude",)
 
 
-def prune(dense: jax.Array, pattern: NMPattern | str, *, scores: Any = None, method: str = "magnitude") -> NMSparse:
+def prune(dense: ArrayLike, pattern: NMPattern | str, *, scores: Any = None, method: str = "magnitude") -> NMSparse:
     """Keeps the n units of largest score in every group of m; runs under `jax.jit` too.
 
     The score of a unit is the sum of its elements' scores, by default of ``|dense|``. Ties go to the lowest position

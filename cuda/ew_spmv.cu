@@ -1,0 +1,122 @@
+// Launcher of "ew_spmv": element-wise weights, windows of 32, one to four tokens, CUDA cores (ew_spmv.cuh).
+//
+//   x                  values            sums      q
+//   f32, bf16, f16     f32, bf16, f16    float     any of 1..31; 2, 3, 4, 6, 8, 12, 16, 24 as constants
+//   f32, bf16, f16     s8, f8e4m3fn      float     the same
+//   f8e4m3fn           f8e4m3fn          float     the same
+//   s8                 s8                int32     the same
+#include "cuda/ew_spmv.cuh"
+
+#include "cuda/kernels.h"
+
+namespace nmsparse::cuda {
+namespace {
+
+using ew::SpmvConfig;
+using ew::SpmvPlan;
+
+inline constexpr int64_t kMaxTokens = 4;
+inline constexpr int64_t kRowBudget = 64 << 10;  // bytes of x per block: three blocks of 8 warps share a multiprocessor
+
+template <class C>
+cudaError_t Launch(const Problem& problem, const ew::Device& device, int64_t splits, cudaStream_t stream) {
+  const Geometry& geometry = problem.geometry;
+  constexpr int64_t kStep = C::kWarps * C::kUnroll;  // windows that a block takes at once
+  splits = std::min(splits, CeilDiv(geometry.windows, kStep));
+  SpmvPlan plan;
+  plan.split_windows = static_cast<int32_t>(CeilDiv(geometry.windows, splits));
+  splits = CeilDiv(geometry.windows, plan.split_windows);
+  const int64_t budget = kRowBudget / (4 * ew::kWindow * C::kTokens) / kStep * kStep;
+  plan.chunk_windows = static_cast<int32_t>(std::min(CeilDiv(plan.split_windows, kStep) * kStep, budget));
+  if (C::SharedBytes(plan.chunk_windows) > device.shared_bytes) return cudaErrorNotSupported;
+  const dim3 grid(static_cast<unsigned>(CeilDiv(geometry.out_features, C::kColumns)), static_cast<unsigned>(splits),
+                  static_cast<unsigned>(geometry.batch));
+  return ew::LaunchSplit(ew::SpmvKernel<C>, grid, kWarpSize * C::kWarps, C::SharedBytes(plan.chunk_windows), stream,
+                         problem, plan);
+}
+
+// Windows that a warp takes at once: enough bytes in flight where a column has few.
+template <class Value, int kQ>
+constexpr int Unroll() {
+  constexpr int kBytes = kQ * static_cast<int>(sizeof(Value));
+  return kQ == 0 ? 2 : kBytes >= 48 ? 1 : kBytes >= 24 ? 2 : 4;
+}
+
+template <class Value, class Acc, int kQ>
+cudaError_t LaunchTokens(const Problem& problem, const ew::Device& device, cudaStream_t stream) {
+  const Geometry& geometry = problem.geometry;
+  const int64_t blocks = CeilDiv(geometry.out_features, kWarpSize) * geometry.batch;
+  const int64_t most = device.major >= 9 ? ew::kMaxSplits : 1;
+  int64_t splits = 1;
+  constexpr int kUnroll = Unroll<Value, kQ>();
+  if (geometry.tokens > 1) {
+    while (splits < most && blocks * splits < 2 * device.multiprocessors) splits *= 2;
+    return Launch<SpmvConfig<Value, Acc, kQ, 4, 8, (kUnroll + 1) / 2>>(problem, device, splits, stream);
+  }
+  // About one block per multiprocessor: 16 warps each. Otherwise blocks of 8 warps, at least two per multiprocessor.
+  while (splits < most && 4 * blocks * splits < 3 * device.multiprocessors) splits *= 2;
+  if (blocks * splits <= device.multiprocessors) {
+    return Launch<SpmvConfig<Value, Acc, kQ, 1, 16, kUnroll>>(problem, device, splits, stream);
+  }
+  if (splits == 1 && blocks < 2 * device.multiprocessors && most > 1) splits = 2;
+  return Launch<SpmvConfig<Value, Acc, kQ, 1, 8, kUnroll>>(problem, device, splits, stream);
+}
+
+template <class Value, class Acc>
+cudaError_t LaunchQ(const Problem& problem, const ew::Device& device, cudaStream_t stream) {
+  switch (problem.geometry.q) {
+    case 2:
+      return LaunchTokens<Value, Acc, 2>(problem, device, stream);
+    case 3:
+      return LaunchTokens<Value, Acc, 3>(problem, device, stream);
+    case 4:
+      return LaunchTokens<Value, Acc, 4>(problem, device, stream);
+    case 6:
+      return LaunchTokens<Value, Acc, 6>(problem, device, stream);
+    case 8:
+      return LaunchTokens<Value, Acc, 8>(problem, device, stream);
+    case 12:
+      return LaunchTokens<Value, Acc, 12>(problem, device, stream);
+    case 16:
+      return LaunchTokens<Value, Acc, 16>(problem, device, stream);
+    case 24:
+      return LaunchTokens<Value, Acc, 24>(problem, device, stream);
+    default:
+      return LaunchTokens<Value, Acc, 0>(problem, device, stream);
+  }
+}
+
+}  // namespace
+
+cudaError_t EwSpmv(const Problem& problem, cudaStream_t stream) {
+  const Geometry& geometry = problem.geometry;
+  if (geometry.bk != 1 || geometry.bn != 1 || geometry.window_units != ew::kWindow || geometry.q < 1 ||
+      geometry.q >= ew::kWindow || geometry.tokens > kMaxTokens || geometry.batch > 65535 ||
+      geometry.windows > ew::kMaxWindows || CeilDiv(geometry.out_features, kWarpSize) > kMaxBlocks) {
+    return cudaErrorNotSupported;
+  }
+  ew::Device device;
+  if (const cudaError_t error = ew::QueryDevice(&device); error != cudaSuccess) return error;
+  const DType x = problem.x.dtype;
+  const bool integers = x == DType::kS8;
+  if (x == DType::kF64 || x == DType::kS32 || integers != (integers && problem.values.dtype == DType::kS8)) {
+    return cudaErrorNotSupported;
+  }
+  switch (problem.values.dtype) {
+    case DType::kF32:
+      return LaunchQ<float, float>(problem, device, stream);
+    case DType::kBF16:
+      return LaunchQ<__nv_bfloat16, float>(problem, device, stream);
+    case DType::kF16:
+      return LaunchQ<__half, float>(problem, device, stream);
+    case DType::kF8E4M3FN:
+      return LaunchQ<E4M3, float>(problem, device, stream);
+    case DType::kS8:
+      return integers ? LaunchQ<int8_t, int32_t>(problem, device, stream)
+                      : LaunchQ<int8_t, float>(problem, device, stream);
+    default:
+      return cudaErrorNotSupported;
+  }
+}
+
+}  // namespace nmsparse::cuda
