@@ -8,6 +8,7 @@ the same run.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import functools
 import importlib.metadata
@@ -18,6 +19,7 @@ import platform
 import re
 import subprocess
 import sys
+import time
 import zlib
 
 import jax
@@ -28,8 +30,10 @@ import jax_nmsparse as nms
 from benchmarks import peers as peers_lib
 from benchmarks import timing
 from benchmarks.shapes import SUITES, Case, suite
+from jax_nmsparse import dispatch, tuning
 
 _QUANTISED = ("int8", "float8_e4m3fn")
+TABLE = pathlib.Path(tuning.__file__).with_name("dispatch_table.json")
 RESULTS = pathlib.Path(__file__).parent / "results"
 
 
@@ -106,18 +110,56 @@ def _relative_error(case: Case, inputs, call, w: nms.NMSparse) -> float:
     return error
 
 
-def run_case(case: Case, peers: bool) -> dict:
-    """One row."""
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """One way to compute a case."""
+
+    time_us: float
+    spread: float
+    error: float
+
+
+def kernel_times(case: Case, inputs, sparse, weights) -> dict[str, Measured]:
+    """Every kernel that takes the case, and plain JAX for gradients; each is checked before it is timed."""
+    x = inputs[0] if case.op == "sddmm" else inputs
+    result: dict[str, Measured] = {}
+
+    def add(name: str, call) -> None:
+        error = _relative_error(case, inputs, call, weights[0])
+        timed = timing.measure(call, inputs, weights)
+        result[name] = Measured(round(timed.time_us, 3), round(timed.spread, 4), float(f"{error:.3g}"))
+
+    for kernel in dispatch.KERNELS:
+        if kernel.implementation != _implementation() or case.op not in kernel.ops:
+            continue
+        with dispatch.only_kernel(kernel.name):
+            if nms.explain(x, weights[0], op=case.op, precision=case.precision).choice.kernel is kernel:
+                # A function of its own: one that was jitted before keeps its kernel.
+                add(kernel.name, lambda *operands: sparse(*operands))
+    if case.op != "spmm":
+        add("xla", functions(case, implementation="xla")[1])
+    return result
+
+
+def _implementation() -> str:
+    return "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
+
+
+def run_case(case: Case, peers: bool, record: bool) -> dict:
+    """One row: every kernel and the dense product; the row's time is that of what the automatic choice takes."""
     inputs, sparse, dense = functions(case)
     weights = sparse_weights(case)
     first = weights[0]
-    error = _relative_error(case, inputs, sparse, first)
-    time = timing.measure(sparse, inputs, weights)
+    measured = kernel_times(case, inputs, sparse, weights)
     del weights
+    timed = timing.measure(dense, inputs, dense_weights(case, activation_dtype(case)))
+    measured["dense"] = Measured(round(timed.time_us, 3), round(timed.spread, 4), 0.0)
     x = inputs[0] if case.op == "sddmm" else inputs
+    if record:
+        _record(case, first, {name: m.time_us for name, m in measured.items()})
     explanation = nms.explain(x, first, op=case.op, precision=case.precision)
-    dense_time = timing.measure(dense, inputs, dense_weights(case, activation_dtype(case)))
-    row = {
+    name = explanation.choice.name
+    return {
         "op": case.op,
         "pattern": case.pattern,
         "block": "x".join(map(str, case.block)),
@@ -127,16 +169,48 @@ def run_case(case: Case, peers: bool) -> dict:
         "in_features": case.shape[0],
         "out_features": case.shape[1],
         "implementation": explanation.choice.implementation,
-        "kernel": explanation.choice.name,
-        "time_us": round(time.time_us, 3),
-        "spread": round(time.spread, 4),
-        "dense_us": round(dense_time.time_us, 3),
-        "dense_spread": round(dense_time.spread, 4),
+        "kernel": name,
+        "time_us": measured[name].time_us,
+        "spread": measured[name].spread,
+        "dense_us": measured["dense"].time_us,
+        "dense_spread": measured["dense"].spread,
         "floor_us": None if explanation.floor_us is None else round(explanation.floor_us, 3),
-        "rel_err": float(f"{error:.3g}"),
+        "rel_err": measured[name].error,
+        "kernels": {k: m.time_us for k, m in measured.items() if k != "dense"},
         "peers": peers_lib.measure(case, inputs, first) if peers else {},
     }
-    return row
+
+
+def _record(case: Case, w: nms.NMSparse, times: dict[str, float]) -> None:
+    """Puts the times of a case into the table that dispatch reads, in place of older ones of the same case."""
+    point = {
+        "op": case.op,
+        "pattern": str(w.pattern),
+        "dtype": jnp.dtype(case.dtype if case.op != "sddmm" else activation_dtype(case)).name,
+        "exact": case.precision == "highest",
+        "tokens": case.tokens,
+        "in_features": case.shape[0],
+        "out_features": case.shape[1],
+        "times_us": times,
+    }
+
+    def identity(p: dict) -> tuple:
+        return tuple(v for k, v in sorted(p.items()) if k != "times_us")
+
+    table = json.loads(TABLE.read_text())
+    points = {identity(p): p for p in table.get(_implementation(), {"points": []})["points"]}
+    points[identity(point)] = point
+    table[_implementation()] = {
+        "device": jax.devices()[0].device_kind,
+        "date": str(datetime.date.today()),
+        "points": list(points.values()),
+    }
+    # One line for every point.
+    text = json.dumps(table, indent=1)
+    text = re.sub(r'\{\n\s+"op".*?\}\n\s+\}', lambda m: re.sub(r"\n\s+", " ", m[0]), text, flags=re.DOTALL)
+    TABLE.write_text(text + "\n")
+    tuning.table.cache_clear()
+    tuning.nearest.cache_clear()
 
 
 def device_name() -> str:
@@ -189,6 +263,8 @@ def main(arguments: list[str] | None = None) -> int:
         "--out", type=pathlib.Path, help="JSON file (default: results/<device>/<date>-<sha>-<suite>.json)"
     )
     parser.add_argument("--match", default="", help="only cases whose description matches this regular expression")
+    parser.add_argument("--tune", action="store_true", help="write the times into jax_nmsparse/dispatch_table.json")
+    parser.add_argument("--seconds", type=float, default=1e9, help="stop after this time; what was measured is kept")
     parser.add_argument("--peers", action="store_true", help="also jax BCOO, and cuSPARSELt where PyTorch is installed")
     parser.add_argument("--revision", default=revision())
     options = parser.parse_args(arguments)
@@ -196,8 +272,12 @@ def main(arguments: list[str] | None = None) -> int:
     result = {"meta": metadata(options.suite, options.revision), "rows": []}
     out = options.out or RESULTS / device_name() / (f"{datetime.date.today()}-{options.revision}-{options.suite}.json")
     out.parent.mkdir(parents=True, exist_ok=True)
+    start = time.monotonic()
     for i, case in enumerate(cases, 1):
-        row = run_case(case, options.peers)
+        if time.monotonic() - start > options.seconds:
+            print(f"stopped after {i - 1} of {len(cases)} cases")
+            break
+        row = run_case(case, options.peers, options.tune)
         result["rows"].append(row)
         print(
             f"{i}/{len(cases)} {row['op']:<6} {row['pattern']:>5} {row['block']:>5} {row['dtype']} t={row['tokens']} "

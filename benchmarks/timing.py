@@ -48,7 +48,7 @@ def _program(call: Callable, calls: int) -> Callable:
     return jax.jit(program)
 
 
-def measure(call: Callable, x: Any, weights: Sequence[Any], *, repeats: int = 9, target_us: float = 1500.0) -> Timing:
+def measure(call: Callable, x: Any, weights: Sequence[Any], *, repeats: int = 9, target_us: float = 800.0) -> Timing:
     """Times ``call(x, weight)``; every weight is used in turn."""
     short = 4
     rolled = jax.jit(lambda x, i: jax.tree.map(lambda a: jnp.roll(a, i), x))
@@ -59,7 +59,7 @@ def measure(call: Callable, x: Any, weights: Sequence[Any], *, repeats: int = 9,
     first, few = _program(call, short), inputs(short)
     jax.block_until_ready(first(few, weights))
     estimate = max(1.0, _once(first, few, weights) / short)
-    extra = int(min(max(8, target_us / estimate), 120))
+    extra = int(min(max(6, target_us / estimate), 60))
     second, many = _program(call, short + extra), inputs(short + extra)
     for _ in range(3):
         jax.block_until_ready((first(few, weights), second(many, weights)))

@@ -37,8 +37,6 @@ bool Supports(const Problem& problem) {
 template <class C>
 cudaError_t PlanStages(const Geometry& g, int max_rows, Arguments* a) {
   constexpr bool kBoxes = C::kGather == Gather::kBoxes;
-  constexpr int kRound = C::kDepths > 0 ? C::kDepths * kMmaDepth : kMmaDepth;
-  if (C::kDepths > 0) max_rows = kRound;
   const int64_t window_rows = int64_t{g.q} * g.bk;
   a->windows_per_stage = 1;
   a->stages_per_window = 1;
@@ -50,11 +48,11 @@ cudaError_t PlanStages(const Geometry& g, int max_rows, Arguments* a) {
     const int used = static_cast<int>(window_rows);
     int& best = a->windows_per_stage;
     for (int windows = 2; windows <= kMaxWindows && windows * used <= max_rows; ++windows) {
-      if (int64_t{windows} * RoundUp(best * used, kRound) >= int64_t{best} * RoundUp(windows * used, kRound)) {
+      if (int64_t{windows} * RoundUp(best * used, kMmaDepth) >= int64_t{best} * RoundUp(windows * used, kMmaDepth)) {
         best = windows;
       }
     }
-    a->rows = RoundUp(best * used, kRound);
+    a->rows = RoundUp(best * used, kMmaDepth);
     a->filled_rows = best * used;
   }
   a->steps = static_cast<int32_t>(CeilDiv(g.windows, a->windows_per_stage) * a->stages_per_window);
@@ -83,7 +81,7 @@ cudaError_t EncodeMaps(const Problem& problem, Arguments* a) {
                              5,
                              {uint64_t(g.bn), uint64_t(g.q) * g.bk, uint64_t(g.out_blocks), uint64_t(g.windows), uint64_t(g.batch)},
                              {line, list, window, window * g.windows},
-                             {uint32_t(C::kOutLine), boxed_rows, 1, uint32_t(a->windows_per_stage), 1}};
+                             {kChunk, boxed_rows, 1, uint32_t(a->windows_per_stage), 1}};
   const uint64_t row = g.tokens * kBytes;
   const auto tokens_map = [&](const void* data, DType dtype, int64_t rows, int box_rows) {
     return TensorMapSpec{map_type(dtype),
@@ -98,8 +96,7 @@ cudaError_t EncodeMaps(const Problem& problem, Arguments* a) {
     error = EncodeTensorMap(tokens_map(problem.x.data, problem.x.dtype, g.in_features, a->run_rows), &a->x);
   }
   if (error == cudaSuccess && problem.result.dtype != DType::kF32) {
-    const int columns = C::kRows ? C::kOutLine : kChunk;
-    error = EncodeTensorMap(tokens_map(problem.result.data, problem.result.dtype, g.out_features, columns), &a->y);
+    error = EncodeTensorMap(tokens_map(problem.result.data, problem.result.dtype, g.out_features, kMmaRows), &a->y);
   }
   return error;
 }

@@ -28,48 +28,38 @@
 
 namespace nmsparse::cuda::block {
 
-// How rows of x reach shared memory, and with it the operand that they are.
+// How rows of x reach shared memory.
 enum class Gather {
-  kBoxes,  // one box of the copy engine per unit and 64 tokens, swizzled: the N operand (yᵀ = Wᵀ xᵀ)
-  kLanes,  // 16 bytes per lane, swizzled: the same
-  kRows,   // one copy of all the tile's tokens per row: the M operand, which passes through registers (y = x W)
+  kBoxes,  // one box of the copy engine per unit and 64 tokens: pays from units of 16 rows on
+  kLanes,  // 16 bytes per lane, four warps
 };
 
-// kDepths: 16-row steps of a stage, 2 or 4, for rows (whose registers must be known at compile time); 0: as PlanStages says.
-template <class T_, int kOut_, int kTokens_, Gather kGather_, int kDepths_ = 0>
+template <class T_, int kOut_, int kTokens_, Gather kGather_>
 struct Config {
   using T = T_;
   static constexpr int kOut = kOut_;
   static constexpr int kTokens = kTokens_;
   static constexpr Gather kGather = kGather_;
-  static constexpr int kDepths = kDepths_;
-  static constexpr bool kRows = kGather == Gather::kRows;
   static constexpr int kConsumers = 2;  // warpgroups; a third has no room for its 128 accumulators a thread
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroupSize;
   static constexpr int kProducerRegisters = 72;
   static constexpr int kConsumerRegisters = 216;
-  static constexpr int kOutChunks = kOut > kChunk ? kOut / kChunk : 1;
-  static constexpr int kOutLine = kOut / kOutChunks;  // elements
+  static constexpr int kOutChunks = kOut / kChunk;
   static constexpr int kTokenChunks = kTokens / kChunk;
-  static constexpr int kMmaTokens = kTokens * kOutChunks / kConsumers;  // N (boxes, lanes): consumers split kOut first
-  static constexpr int kBlocks = kTokens / kMmaRows / kConsumers;       // of M (rows) that a consumer owns
-  static constexpr int kRowPitch = kTokens * 2 + 16;  // bytes; 16 apart modulo 128, so that ldmatrix meets no conflict
+  static constexpr int kMmaTokens = kTokens * kOutChunks / kConsumers;  // consumers split the columns first
   static constexpr int kMaxSlots = 16;
   static constexpr int kListEntries = 320;  // of each of the two lists
   static constexpr uint32_t kZero = 1u << 31;
-  static constexpr int kStoreBuffers = 2;  // per consumer, kOutLine columns x 64 tokens each
+  static constexpr int kStoreBuffers = 2;  // per consumer, 64 columns x 64 tokens each
   static constexpr int kStoreBytes = kMmaRows * kLineBytes;
 
-  static_assert(kOut == 64 || kOut == 128 || (kRows && kOut == 32), "a tile spans one or two runs of 64 columns, or 32");
-  static_assert(kRows ? kDepths == 2 || kDepths == 4 : kDepths == 0, "two sets of registers take turns in a stage");
-  static_assert(kRows ? kBlocks * kOut <= 256 : kMmaTokens <= 256, "at most 128 accumulators a thread");
+  static_assert(kOut == 64 || kOut == 128, "the two consumers split the columns of a tile or its tokens");
+  static_assert(kMmaTokens % kChunk == 0 && kMmaTokens <= 256, "a product spans whole lines and at most 256 tokens");
   static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= 3 * 168,
                 "the warpgroups share what the block was launched with, 168 registers a thread");
 
-  __host__ __device__ static constexpr int WeightBytes(int rows) { return rows * kOut * 2; }
   __host__ __device__ static constexpr int StageBytes(int rows) {
-    const int inputs = rows * (kRows ? kRowPitch : kTokenChunks * kLineBytes);
-    return (WeightBytes(rows) + inputs + 1023) / 1024 * 1024;
+    return rows * kLineBytes * (kOutChunks + kTokenChunks);
   }
   __host__ __device__ static constexpr int FixedBytes() {
     return kConsumers * kStoreBuffers * kStoreBytes + 2 * kListEntries * 4 + 2 * kMaxSlots * 8;
@@ -133,9 +123,8 @@ struct SharedMap {
   int slots;
 
   __device__ uint32_t Weights(int slot) const { return base + slot * C::StageBytes(rows); }
-  __device__ uint32_t WeightChunkBytes() const { return rows * C::kOutLine * 2; }
-  __device__ uint32_t Inputs(int slot) const { return Weights(slot) + C::WeightBytes(rows); }
-  __device__ uint32_t InputChunkBytes() const { return rows * kLineBytes; }  // boxes, lanes
+  __device__ uint32_t Inputs(int slot) const { return Weights(slot) + C::kOutChunks * ChunkBytes(); }
+  __device__ uint32_t ChunkBytes() const { return rows * kLineBytes; }
   __device__ uint32_t Store(int consumer) const {
     return base + slots * C::StageBytes(rows) + consumer * C::kStoreBuffers * C::kStoreBytes;
   }
@@ -252,12 +241,8 @@ class Producer {
         GatherLanes(tile, window, values_row, x, tokens, list);
       } else {
         BarrierWait(shared_.Empty(at_.slot), at_.parity ^ 1);
-        if constexpr (C::kGather == Gather::kRows) {
-          GatherRows(tile, window, values_row, x, tokens, list);
-        } else {
-          if (ElectOne()) GatherBoxes(tile, window, values_row, part * a_.run_rows, list);
-          __syncwarp();
-        }
+        if (ElectOne()) GatherBoxes(tile, window, values_row, part * a_.run_rows, list);
+        __syncwarp();
       }
       // The next stage: of the same unit, of the same window, or of the next windows.
       if (++part == a_.stages_per_unit) {
@@ -276,7 +261,7 @@ class Producer {
   __device__ void CopyWeights(const Tile& tile, int window, int row) {
 #pragma unroll
     for (int chunk = 0; chunk < C::kOutChunks; ++chunk) {
-      LoadBox(shared_.Weights(at_.slot) + chunk * shared_.WeightChunkBytes(), &a_.values, shared_.Full(at_.slot),
+      LoadBox(shared_.Weights(at_.slot) + chunk * shared_.ChunkBytes(), &a_.values, shared_.Full(at_.slot),
               tile.column + chunk * kChunk, row, tile.block, window, tile.batch);
     }
   }
@@ -294,7 +279,7 @@ class Producer {
       const uint32_t line = shared_.Inputs(at_.slot) + unit * a_.run_rows * kLineBytes;
 #pragma unroll
       for (int i = 0; i < C::kTokenChunks; i += 4) {
-        LoadBox(line + (chunk + i) * shared_.InputChunkBytes(), &a_.x, shared_.Full(at_.slot),
+        LoadBox(line + (chunk + i) * shared_.ChunkBytes(), &a_.x, shared_.Full(at_.slot),
                 tile.token + (chunk + i) * kChunk, row, tile.batch);
       }
     }
@@ -336,7 +321,7 @@ class Producer {
       }
       __syncwarp();
     }
-    const uint32_t to = shared_.Inputs(at_.slot) + piece / 8 * shared_.InputChunkBytes() + first * kLineBytes;
+    const uint32_t to = shared_.Inputs(at_.slot) + piece / 8 * shared_.ChunkBytes() + first * kLineBytes;
 #pragma unroll
     for (int round = 0; round < kRounds; ++round) {
       if (round * 16 < a_.rows) {
@@ -348,7 +333,7 @@ class Producer {
           const uint32_t source = entry[round][i];
 #pragma unroll
           for (int far = 0; far < kFar; ++far) {
-            CopyAsync16(line + far * (kWarpSize / 8) * shared_.InputChunkBytes(),
+            CopyAsync16(line + far * (kWarpSize / 8) * shared_.ChunkBytes(),
                         from[far] + static_cast<uint64_t>(source & ~C::kZero) * pitch[far],
                         source & C::kZero ? 0 : bytes[far]);
           }
@@ -356,36 +341,6 @@ class Producer {
       }
     }
     BarrierArriveAfterCopies(shared_.Full(at_.slot));
-  }
-
-  // Each warp copies every fourth row and announces its own bytes. A row that stands for zeros is written by the lanes.
-  __device__ void GatherRows(const Tile& tile, int window, int values_row, const T* x, int tokens,
-                             const uint32_t* list) {
-    const uint32_t full = shared_.Full(at_.slot);
-    const uint32_t bytes = tokens * sizeof(T);
-    const uint64_t pitch = static_cast<uint64_t>(a_.geometry.tokens) * sizeof(T);
-    const bool elected = ElectOne();
-    uint32_t expected = 0;
-    if (warp_ == 0) {
-      expected = a_.filled_rows * C::kOut * sizeof(T);
-      if (elected) CopyWeights(tile, window, values_row);
-    }
-    uint32_t to = shared_.Inputs(at_.slot) + warp_ * C::kRowPitch;
-    for (int row = warp_; row < a_.filled_rows; row += 4, to += 4 * C::kRowPitch) {
-      const uint32_t source = list[row];
-      if (source & C::kZero) {
-        for (uint32_t i = lane_ * 16; i < bytes; i += kWarpSize * 16) {
-          asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to + i), "r"(0) : "memory");
-        }
-        ProxyFence();
-        __syncwarp();
-      } else {
-        expected += bytes;
-        if (elected) LoadBytes(to, reinterpret_cast<const char*>(x) + source * pitch, bytes, full);
-      }
-    }
-    if (elected) BarrierArriveExpect(full, expected);
-    __syncwarp();
   }
 
   const Arguments& a_;
@@ -402,15 +357,43 @@ class Producer {
 
 // ------------------------------------------------------------------------------------------------------- consumers
 
-// What the two kinds of consumer share: the ring's consumer side and the way of results to memory.
+// A warpgroup: accumulates its part d of the tile, 64 columns x kMmaTokens tokens, and sends it out.
 template <class C>
-class ConsumerBase {
+class Consumer {
  public:
-  __device__ ConsumerBase(const Arguments& a, const SharedMap<C>& shared, int consumer)
-      : a_(a), shared_(shared), consumer_(consumer), warp_(threadIdx.x / kWarpSize % 4),
-        lane_(threadIdx.x % kWarpSize), leader_(threadIdx.x % kWarpgroupSize == 0) {}
+  static constexpr int kValues = C::kMmaTokens / 2;  // accumulators of a thread
 
- protected:
+  __device__ Consumer(const Arguments& a, const SharedMap<C>& shared, int consumer)
+      : a_(a), shared_(shared), consumer_(consumer), warp_(threadIdx.x / kWarpSize % 4),
+        lane_(threadIdx.x % kWarpSize), leader_(threadIdx.x % kWarpgroupSize == 0) {
+    const int out_chunk = C::kOutChunks == 2 ? consumer : 0;
+    const int token_chunk = C::kOutChunks == 2 ? 0 : consumer * (C::kMmaTokens / kChunk);
+    weights_offset_ = out_chunk * shared.ChunkBytes();
+    inputs_offset_ = token_chunk * shared.ChunkBytes();
+    out_offset_ = out_chunk * kChunk;
+    token_offset_ = token_chunk * kChunk;
+  }
+
+  __device__ void Run(const Tile& tile) {
+    float d[kValues];
+    Reduce(d);
+    const int out = tile.out + out_offset_ + warp_ * 16 + lane_ / 4;
+    if (HasAffine()) {
+      const float2 affine[2] = {ScaleAndBias(tile.batch, out), ScaleAndBias(tile.batch, out + 8)};
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) d[i] = fmaf(d[i], affine[i / 2 % 2].x, affine[i / 2 % 2].y);
+    }
+    if (a_.epilogue.activation != Activation::kNone) ApplyActivation(d);
+    if (a_.result.dtype == DType::kF32) {
+      StoreFloats(d, tile, out);
+    } else if (a_.result.dtype == DType::kF16) {
+      StoreBoxes<__half2>(d, tile);
+    } else {
+      StoreBoxes<__nv_bfloat162>(d, tile);
+    }
+  }
+
+ private:
   // Warp by warp: each has read its part of x and seen its own products end.
   __device__ void Release(int slot) {
     if (lane_ == 0) BarrierArrive(shared_.Empty(slot));
@@ -440,7 +423,6 @@ class ConsumerBase {
 
   // A loop over groups of accumulators, so that the code of the activation is there 8 times and not 128: registers
   // cannot be indexed, hence the unrolled selections.
-  template <int kValues>
   __device__ void ApplyActivation(float (&d)[kValues]) {
     constexpr int kGroup = 8;
 #pragma unroll 1
@@ -492,60 +474,14 @@ class ConsumerBase {
     return bits;
   }
 
-  const Arguments& a_;
-  const SharedMap<C> shared_;
-  const int consumer_, warp_, lane_;
-  const bool leader_;
-  RingPosition at_;
-  int store_buffer_ = 0;
-};
-
-// Boxes, lanes: d is 64 columns x kMmaTokens tokens.
-template <class C>
-class ColumnConsumer : public ConsumerBase<C> {
- public:
-  using Base = ConsumerBase<C>;
-  static constexpr int kValues = C::kMmaTokens / 2;
-
-  __device__ ColumnConsumer(const Arguments& a, const SharedMap<C>& shared, int consumer) : Base(a, shared, consumer) {
-    const int out_chunk = C::kOutChunks == 2 ? consumer : 0;
-    const int token_chunk = C::kOutChunks == 2 ? 0 : consumer * (C::kMmaTokens / kChunk);
-    weights_offset_ = out_chunk * shared.WeightChunkBytes();
-    inputs_offset_ = token_chunk * shared.InputChunkBytes();
-    out_offset_ = out_chunk * kChunk;
-    token_offset_ = token_chunk * kChunk;
-  }
-
-  __device__ void Run(const Tile& tile) {
-    float d[kValues];
-    Reduce(d);
-    const int out = tile.out + out_offset_ + warp_ * 16 + lane_ / 4;
-    if (Base::HasAffine()) {
-      const float2 affine[2] = {Base::ScaleAndBias(tile.batch, out), Base::ScaleAndBias(tile.batch, out + 8)};
-#pragma unroll
-      for (int i = 0; i < kValues; ++i) d[i] = fmaf(d[i], affine[i / 2 % 2].x, affine[i / 2 % 2].y);
-    }
-    if (a_.epilogue.activation != Activation::kNone) Base::ApplyActivation(d);
-    if (a_.result.dtype == DType::kF32) {
-      StoreFloats(d, tile, out);
-    } else if (a_.result.dtype == DType::kF16) {
-      StoreBoxes<__half2>(d, tile);
-    } else {
-      StoreBoxes<__nv_bfloat162>(d, tile);
-    }
-  }
-
- private:
-  using Base::a_, Base::at_, Base::lane_, Base::shared_, Base::warp_;
-
   __device__ void Reduce(float (&d)[kValues]) {
     const int depths = a_.rows / kMmaDepth;
     int pending = -1;
     for (int step = 0; step < a_.steps; ++step, at_.Advance(a_.slots)) {
-      Base::AwaitSlot(pending);
+      AwaitSlot(pending);
       if (C::kGather == Gather::kLanes) ProxyFence();
-      uint64_t weights = MmaDescriptor(shared_.Weights(at_.slot) + weights_offset_, shared_.WeightChunkBytes());
-      uint64_t inputs = MmaDescriptor(shared_.Inputs(at_.slot) + inputs_offset_, shared_.InputChunkBytes());
+      uint64_t weights = MmaDescriptor(shared_.Weights(at_.slot) + weights_offset_, shared_.ChunkBytes());
+      uint64_t inputs = MmaDescriptor(shared_.Inputs(at_.slot) + inputs_offset_, shared_.ChunkBytes());
       MmaFence();
 #ifndef NMS_SKIP_MATH
 #pragma unroll 1
@@ -557,28 +493,28 @@ class ColumnConsumer : public ConsumerBase<C> {
 #endif
       MmaCommit();
       MmaWait<1>();
-      if (pending >= 0) Base::Release(pending);
+      if (pending >= 0) Release(pending);
       pending = at_.slot;
     }
     MmaWait<0>();
-    Base::Release(pending);
+    Release(pending);
   }
 
   template <class Pair>
   __device__ void StoreBoxes(const float (&d)[kValues], const Tile& tile) {
 #pragma unroll
     for (int chunk = 0; chunk < C::kMmaTokens / kChunk; ++chunk) {
-      const uint32_t buffer = Base::AwaitStoreBuffer();
+      const uint32_t buffer = AwaitStoreBuffer();
 #pragma unroll
       for (int pair = 0; pair < kChunk / 16; ++pair) {
         const float* v = d + chunk * 32 + pair * 8;
         asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                         Base::Swizzled(buffer, warp_ * 16 + lane_ % 16, pair * 2 + lane_ / 16)),
-                     "r"(Base::template Round<Pair>(v[0], v[1])), "r"(Base::template Round<Pair>(v[2], v[3])),
-                     "r"(Base::template Round<Pair>(v[4], v[5])), "r"(Base::template Round<Pair>(v[6], v[7]))
+                         Swizzled(buffer, warp_ * 16 + lane_ % 16, pair * 2 + lane_ / 16)),
+                     "r"(Round<Pair>(v[0], v[1])), "r"(Round<Pair>(v[2], v[3])),
+                     "r"(Round<Pair>(v[4], v[5])), "r"(Round<Pair>(v[6], v[7]))
                      : "memory");
       }
-      Base::SendStoreBuffer(buffer, tile.token + token_offset_ + chunk * kChunk, tile.out + out_offset_, tile.batch);
+      SendStoreBuffer(buffer, tile.token + token_offset_ + chunk * kChunk, tile.out + out_offset_, tile.batch);
     }
   }
 
@@ -595,118 +531,14 @@ class ColumnConsumer : public ConsumerBase<C> {
     }
   }
 
+  const Arguments& a_;
+  const SharedMap<C> shared_;
+  const int consumer_, warp_, lane_;
+  const bool leader_;
   uint32_t weights_offset_, inputs_offset_;
   int out_offset_, token_offset_;
-};
-
-// Rows: d is kBlocks x 64 tokens x kOut columns. While the products of one depth run, the next one's rows of x are read
-// into the other set of registers.
-template <class C>
-class RowConsumer : public ConsumerBase<C> {
- public:
-  using Base = ConsumerBase<C>;
-  using Base::Base;
-  static constexpr int kValues = C::kOut / 2;  // of a block
-
-  __device__ void Run(const Tile& tile) {
-    float d[C::kBlocks][kValues];
-    Reduce(d);
-    const int out = tile.out + lane_ % 4 * 2;
-    if (Base::HasAffine()) {
-#pragma unroll
-      for (int i = 0; i < kValues; i += 4) {
-        const float2 affine[2] = {Base::ScaleAndBias(tile.batch, out + i * 2),
-                                  Base::ScaleAndBias(tile.batch, out + i * 2 + 1)};
-#pragma unroll
-        for (int block = 0; block < C::kBlocks; ++block) {
-#pragma unroll
-          for (int j = 0; j < 4; ++j) d[block][i + j] = fmaf(d[block][i + j], affine[j % 2].x, affine[j % 2].y);
-        }
-      }
-    }
-#pragma unroll
-    for (int block = 0; block < C::kBlocks; ++block) {
-      const int token = tile.token + (Base::consumer_ * C::kBlocks + block) * kMmaRows;
-      if (a_.epilogue.activation != Activation::kNone) Base::ApplyActivation(d[block]);
-      if (a_.result.dtype == DType::kF32) {
-        StoreFloats(d[block], tile, token, out);
-      } else if (a_.result.dtype == DType::kF16) {
-        StoreBoxes<__half2>(d[block], tile, token);
-      } else {
-        StoreBoxes<__nv_bfloat162>(d[block], tile, token);
-      }
-    }
-  }
-
- private:
-  using Base::a_, Base::at_, Base::lane_, Base::shared_, Base::warp_;
-  static constexpr int kOutLineBytes = C::kOutLine * 2;
-
-  __device__ void Reduce(float (&d)[C::kBlocks][kValues]) {
-    // Lines k = lane / 16 * 8 + lane % 8 of the warp's 16 tokens: the upper half of the tokens where lane & 8.
-    const uint32_t lane_offset = (lane_ / 16 * 8 + lane_ % 8) * C::kRowPitch +
-                                 (Base::consumer_ * C::kBlocks * kMmaRows + warp_ * 16 + (lane_ & 8)) * 2;
-    uint32_t x[2][C::kBlocks][4];
-    int pending = -1;
-    for (int step = 0; step < a_.steps; ++step, at_.Advance(a_.slots)) {
-      Base::AwaitSlot(pending);
-      const uint32_t inputs = shared_.Inputs(at_.slot) + lane_offset;
-      const uint64_t weights = MmaDescriptor<kOutLineBytes>(shared_.Weights(at_.slot), shared_.WeightChunkBytes());
-#pragma unroll
-      for (int depth = 0; depth < C::kDepths; ++depth) {
-#pragma unroll
-        for (int block = 0; block < C::kBlocks; ++block) {
-          uint32_t(&r)[4] = x[depth % 2][block];
-          asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                       : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                       : "r"(inputs + depth * kMmaDepth * C::kRowPitch + block * kMmaRows * 2)
-                       : "memory");
-        }
-        MmaFence();
-#pragma unroll
-        for (int block = 0; block < C::kBlocks; ++block) {
-          Mma<typename C::T, C::kOut>(d[block], x[depth % 2][block], weights + depth * (kMmaDepth * kOutLineBytes / 16),
-                                      step + depth);
-        }
-        MmaCommit();
-        MmaWait<1>();
-        if (depth == 0 && pending >= 0) Base::Release(pending);
-      }
-      pending = at_.slot;
-    }
-    MmaWait<0>();
-    Base::Release(pending);
-  }
-
-  template <class Pair>
-  __device__ void StoreBoxes(const float (&d)[kValues], const Tile& tile, int token) {
-#pragma unroll
-    for (int chunk = 0; chunk < C::kOutChunks; ++chunk) {
-      const uint32_t buffer = Base::AwaitStoreBuffer();
-      // Four 8 x 8 matrices: tokens 0-7 and 8-15 of the warp's 16, columns 16 pair and 16 pair + 8; transposed.
-#pragma unroll
-      for (int pair = 0; pair < C::kOutLine / 16; ++pair) {
-        const float* v = d + chunk * (C::kOutLine / 2) + pair * 8;
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(Base::Swizzled(
-                         buffer, pair * 16 + lane_ / 16 * 8 + lane_ % 8, warp_ * 2 + lane_ / 8 % 2)),
-                     "r"(Base::template Round<Pair>(v[0], v[1])), "r"(Base::template Round<Pair>(v[2], v[3])),
-                     "r"(Base::template Round<Pair>(v[4], v[5])), "r"(Base::template Round<Pair>(v[6], v[7]))
-                     : "memory");
-      }
-      Base::SendStoreBuffer(buffer, token, tile.out + chunk * kChunk, tile.batch);
-    }
-  }
-
-  __device__ void StoreFloats(const float (&d)[kValues], const Tile& tile, int token, int out) {
-    const Geometry& g = a_.geometry;
-    const int first = token + warp_ * 16 + lane_ / 4;
-    float* const y = static_cast<float*>(a_.result.data) + (tile.batch * g.out_features + out) * g.tokens + first;
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) {
-      const int column = i / 4 * 8 + i % 2, half = i / 2 % 2;
-      if (out + column < g.out_features && first + 8 * half < g.tokens) y[column * g.tokens + 8 * half] = d[i];
-    }
-  }
+  RingPosition at_;
+  int store_buffer_ = 0;
 };
 
 // ---------------------------------------------------------------------------------------------------------- kernel
@@ -717,7 +549,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) ManyTokens(const __grid_consta
   const SharedMap<C> shared{SharedAddress(storage), a.rows, a.slots};
   const int warpgroup = threadIdx.x / kWarpgroupSize;
   if (threadIdx.x == 0) {
-    constexpr int kArrivals = C::kGather == Gather::kBoxes ? 1 : C::kGather == Gather::kRows ? 4 : 1 + kWarpgroupSize;
+    constexpr int kArrivals = C::kGather == Gather::kBoxes ? 1 : 1 + kWarpgroupSize;
     for (int slot = 0; slot < a.slots; ++slot) {
       BarrierInit(shared.Full(slot), kArrivals);
       BarrierInit(shared.Empty(slot), C::kConsumers * 4);
@@ -741,7 +573,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) ManyTokens(const __grid_consta
     Producer<C>(a, shared, lists).Run();
   } else {
     ClaimRegisters<C::kConsumerRegisters>();
-    std::conditional_t<C::kRows, RowConsumer<C>, ColumnConsumer<C>> consumer(a, shared, warpgroup);
+    Consumer<C> consumer(a, shared, warpgroup);
     for (int index = blockIdx.x; index < a.tiles; index += gridDim.x) consumer.Run(TileAt<C>(a, index));
     if (threadIdx.x % kWarpgroupSize == 0) StoreWaitRead<0>();
   }

@@ -117,12 +117,6 @@ __device__ __forceinline__ void LoadBox(uint32_t to, const CUtensorMap* map, uin
       "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
       : "memory");
 }
-// `bytes` consecutive bytes, all three a multiple of 16.
-__device__ __forceinline__ void LoadBytes(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-               "l"(from), "r"(bytes), "r"(barrier)
-               : "memory");
-}
 // Shared memory -> box at (c0, c1, c2); elements outside the tensor are not written.
 __device__ __forceinline__ void StoreBox(const CUtensorMap* map, uint32_t from, int c0, int c1, int c2) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(from),
@@ -144,7 +138,7 @@ __device__ __forceinline__ void CopyAsync16(uint32_t to, const void* from, uint3
 // ---------------------------------------------------------------------------------------------- tensor maps (host)
 
 // Describes a row-major tensor of 16-bit elements, axes from the innermost, and the box that one copy moves. The box's
-// innermost axis fills one line of 64 or 128 bytes, swizzled as wgmma.cuh states.
+// innermost axis fills one line of 128 bytes, swizzled as wgmma.cuh states.
 struct TensorMapSpec {
   CUtensorMapDataType dtype;
   const void* data;  // 16-byte aligned
@@ -173,10 +167,9 @@ inline cudaError_t EncodeTensorMap(const TensorMapSpec& spec, CUtensorMap* map) 
   cuuint64_t sizes[5], strides[4];
   for (int i = 0; i < spec.axes; ++i) sizes[i] = spec.sizes[i];
   for (int i = 0; i + 1 < spec.axes; ++i) strides[i] = spec.strides[i];
-  const CUtensorMapSwizzle swizzle = spec.box[0] == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
   const CUresult result =
       encode(map, spec.dtype, static_cast<cuuint32_t>(spec.axes), const_cast<void*>(spec.data), sizes, strides, spec.box,
-             steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+             steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }

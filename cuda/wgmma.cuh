@@ -1,14 +1,10 @@
-// Warpgroup matrix products of Hopper (sm_90a): d[64, N] += a[64, 16] b[16, N]. b lies in shared memory, a there or in
-// registers. In shared memory an operand is MN-major: consecutive elements run along the 64 (or N) axis, one line per k.
+// Warpgroup matrix products of Hopper (sm_90a): d[64, N] += a[64, 16] b[16, N], both operands in shared memory and
+// MN-major: consecutive elements run along the 64 (or N) axis, one line per k.
 //
 // Shared-memory layout of an operand (128-byte swizzle, PTX ISA "Strides", MN-major): 64 elements of one k form a line
 // of 128 bytes; lines of consecutive k follow each other; the 16-byte piece p of the line at address a lies at piece
 // p ^ (a / 128 % 8). Further runs of 64 elements ("chunks") start `chunk_bytes` later. Chunks start at multiples of
-// 1024 bytes, so that k % 8 is the swizzle phase. (A b of N = 32 has lines of 64 bytes, and piece p lies at
-// p ^ (a / 128 % 4).)
-//
-// a in registers: thread (warp w of the warpgroup, lane l) holds rows 16 w + l / 4 and + 8 of k = 2 (l % 4), + 1 and of
-// those + 8: what ldmatrix .trans reads from lines of k.
+// 1024 bytes, so that k % 8 is the swizzle phase.
 //
 // Accumulator of a thread (warp w of the warpgroup, lane l): d[4 j + i] is row 16 w + l / 4 + 8 (i / 2), column
 // 8 j + 2 (l % 4) + i % 2.
@@ -30,12 +26,10 @@ inline constexpr int kLineBytes = 128;  // one k of one chunk
 inline constexpr int kChunk = 64;       // 16-bit elements of a line
 
 // Descriptor of an operand whose first line is at the shared-memory address `address`.
-template <int kBytes = kLineBytes>
 __device__ __forceinline__ uint64_t MmaDescriptor(uint32_t address, uint32_t chunk_bytes) {
-  static_assert(kBytes == 128 || kBytes == 64, "lines are swizzled over their whole length");
-  constexpr uint64_t kSwizzle = uint64_t{kBytes == 128 ? 1 : 2} << 62;
-  constexpr uint64_t kEightLines = uint64_t{8 * kBytes / 16} << 32;
-  return kSwizzle | kEightLines | uint64_t{chunk_bytes >> 4} << 16 | (address & 0x3ffff) >> 4;
+  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
+  constexpr uint64_t kEightLines = uint64_t{8 * kLineBytes / 16} << 32;
+  return kSwizzle128 | kEightLines | uint64_t{chunk_bytes >> 4} << 16 | (address & 0x3ffff) >> 4;
 }
 
 // Orders register and shared-memory writes of the warpgroup before the products that follow.
@@ -47,15 +41,13 @@ __device__ __forceinline__ void MmaWait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Operand lists: R8(b) names operands %b ... %b+7 in the template (which must be spelled), D8(i) binds d[i] ... d[i+7].
+// Operand lists: NMS_Rn names operands %0 ... %n-1 in the template, NMS_D8(i) binds d[i] ... d[i + 7].
 #define NMS_D8(i)                                                                                               \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
-#define NMS_D16(i) NMS_D8(i), NMS_D8(i + 8)
 #define NMS_D32(i) NMS_D8(i), NMS_D8(i + 8), NMS_D8(i + 16), NMS_D8(i + 24)
 #define NMS_R10(t)                                                                                         \
   "%" #t "0,%" #t "1,%" #t "2,%" #t "3,%" #t "4,%" #t "5,%" #t "6,%" #t "7,%" #t "8,%" #t "9"
-#define NMS_R16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define NMS_R32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9," NMS_R10(1) "," NMS_R10(2) ",%30,%31"
 #define NMS_R64 \
   "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9," NMS_R10(1) "," NMS_R10(2) "," NMS_R10(3) "," NMS_R10(4) "," NMS_R10(5) ",%60,%61,%62,%63"
@@ -87,38 +79,12 @@ __device__ __forceinline__ void Mma(float (&d)[kN / 2], uint64_t a_descriptor, u
     NMS_WGMMA(256, "f16", NMS_R128, 128, 129, 130, NMS_D32(0), NMS_D32(32), NMS_D32(64), NMS_D32(96));
 }
 
-// a in registers; the last flag says that b is MN-major.
-#define NMS_WGMMA_RS(n, type, registers, a0, a1, a2, a3, b, flag, ...)                                            \
-  asm volatile("{ .reg .pred accumulate; setp.ne.b32 accumulate, %" #flag ", 0;\n"                               \
-               "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" registers "}, {%" #a0 ", %" #a1 \
-               ", %" #a2 ", %" #a3 "}, %" #b ", accumulate, 1, 1, 1; }\n"                                        \
-               : __VA_ARGS__                                                                                     \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_descriptor), "r"(accumulate))
-
-template <class T, int kN>
-__device__ __forceinline__ void Mma(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b_descriptor, int accumulate) {
-  static_assert(kN == 32 || kN == 64 || kN == 128, "only the column tiles in use are spelled out");
-  constexpr bool kBF16 = std::is_same_v<T, __nv_bfloat16>;
-  static_assert(kBF16 || std::is_same_v<T, __half>, "MN-major operands exist for 16-bit types only");
-  if constexpr (kN == 32 && kBF16) NMS_WGMMA_RS(32, "bf16", NMS_R16, 16, 17, 18, 19, 20, 21, NMS_D16(0));
-  if constexpr (kN == 32 && !kBF16) NMS_WGMMA_RS(32, "f16", NMS_R16, 16, 17, 18, 19, 20, 21, NMS_D16(0));
-  if constexpr (kN == 64 && kBF16) NMS_WGMMA_RS(64, "bf16", NMS_R32, 32, 33, 34, 35, 36, 37, NMS_D32(0));
-  if constexpr (kN == 64 && !kBF16) NMS_WGMMA_RS(64, "f16", NMS_R32, 32, 33, 34, 35, 36, 37, NMS_D32(0));
-  if constexpr (kN == 128 && kBF16)
-    NMS_WGMMA_RS(128, "bf16", NMS_R64, 64, 65, 66, 67, 68, 69, NMS_D32(0), NMS_D32(32));
-  if constexpr (kN == 128 && !kBF16)
-    NMS_WGMMA_RS(128, "f16", NMS_R64, 64, 65, 66, 67, 68, 69, NMS_D32(0), NMS_D32(32));
-}
-
-#undef NMS_WGMMA_RS
 #undef NMS_WGMMA
 #undef NMS_R128
 #undef NMS_R64
 #undef NMS_R32
-#undef NMS_R16
 #undef NMS_R10
 #undef NMS_D32
-#undef NMS_D16
 #undef NMS_D8
 
 }  // namespace nmsparse::cuda

@@ -1,7 +1,7 @@
 """Measured times, as data, and the nearest of them to a call.
 
 `dispatch_table.json` holds times of every implementation at the sizes where they were measured (``python -m
-benchmarks.tune`` writes it). A call takes what was fastest at the nearest measured point, in octaves: the sum of the
+benchmarks.run --tune`` writes it). A call takes what was fastest at the nearest measured point, in octaves: the sum of the
 absolute logarithms (base 2) of the ratios of tokens, in_features, out_features, density and block sizes.
 """
 
