@@ -1,9 +1,9 @@
 """Time of one call inside one jitted program, with cold caches.
 
-The program makes `calls` calls in a row, each on the next of several weights that together exceed the last-level cache,
-and each waiting for the one before (an optimisation barrier ties them). The time of one call is the difference between
-a long and a short program over the difference in calls, so that the cost of dispatching and waiting for a program,
-which is larger than many kernels, drops out.
+The program makes many calls in a row, each with inputs of its own and on the next of several weights that together
+exceed the last-level cache. The time of one call is the difference between a long and a short program over the
+difference in calls. Both take the same arguments and give one small result, so the cost of dispatching a program and
+waiting for it, which is larger than many kernels, drops out.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 CACHE_BYTES = 240_000_000
+_SHORT, _LONG = 4, 44
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,35 +36,28 @@ def copies(bytes_each: int, limit: int = 64) -> int:
 
 def _program(call: Callable, calls: int) -> Callable:
     def program(inputs, weights):
-        results = []
-        for i in range(calls):
-            result = call(inputs[i], weights[i % len(weights)])
-            results.append(result)
-            if i + 1 < calls:
-                # The next call waits for this one; every call has inputs of its own and every result is returned, so
-                # none can be merged with another or dropped.
-                inputs = [*inputs[: i + 1], jax.lax.optimization_barrier((inputs[i + 1], result))[0], *inputs[i + 2 :]]
-        return results
+        results = [call(inputs[i], weights[i % len(weights)]) for i in range(calls)]
+        # One element of every result is used, behind a barrier: no call can be dropped, merged with another (their
+        # inputs differ) or narrowed to the element.
+        results = jax.lax.optimization_barrier(results)
+        return jnp.stack([r.reshape(-1)[0].astype(jnp.float32) for r in results])
 
-    return jax.jit(program)
+    return jax.jit(program, keep_unused=True)
 
 
-def measure(call: Callable, x: Any, weights: Sequence[Any], *, repeats: int = 9, target_us: float = 800.0) -> Timing:
+def measure(call: Callable, x: Any, weights: Sequence[Any], *, repeats: int = 9, target_us: float = 1200.0) -> Timing:
     """Times ``call(x, weight)``; every weight is used in turn."""
-    short = 4
-    rolled = jax.jit(lambda x, i: jax.tree.map(lambda a: jnp.roll(a, i), x))
-
-    def inputs(calls: int) -> list[Any]:
-        return [rolled(x, i) for i in range(calls)]
-
-    first, few = _program(call, short), inputs(short)
-    jax.block_until_ready(first(few, weights))
-    estimate = max(1.0, _once(first, few, weights) / short)
-    extra = int(min(max(6, target_us / estimate), 60))
-    second, many = _program(call, short + extra), inputs(short + extra)
+    roll = jax.jit(lambda x, i: jax.tree.map(lambda a: jnp.roll(a, i, axis=-1), x))
+    single = jax.jit(call)
+    jax.block_until_ready(single(x, weights[0]))
+    # A rough estimate, with the cost of dispatching one call in it, says how many calls fill the target.
+    estimate = max(5.0, min(_once(single, x, weights[0]) for _ in range(3)) - 60.0)
+    calls = _SHORT + int(min(max(6, target_us / estimate), _LONG - _SHORT))
+    inputs = [roll(x, i) for i in range(calls)]
+    short, long = _program(call, _SHORT), _program(call, calls)
     for _ in range(3):
-        jax.block_until_ready((first(few, weights), second(many, weights)))
-    times = [(_once(second, many, weights) - _once(first, few, weights)) / extra for _ in range(repeats)]
+        jax.block_until_ready((short(inputs, weights), long(inputs, weights)))
+    times = [(_once(long, inputs, weights) - _once(short, inputs, weights)) / (calls - _SHORT) for _ in range(repeats)]
     median = statistics.median(times)
     quartiles = statistics.quantiles(times, n=4)
     return Timing(median, (quartiles[2] - quartiles[0]) / max(median, 1e-9))

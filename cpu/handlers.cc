@@ -11,8 +11,8 @@ namespace {
 ffi::Error Run(const char* op, Status (*kernel)(const Problem&, Parallel&), const ffi::ErrorOr<Problem>& problem,
                ffi::ThreadPool pool) {
   if (!problem.has_value()) return problem.error();
-  // One family today, which chooses among its kernels by shape. A name that it does not know is an error, so that nobody
-  // measures another kernel than the one asked for.
+  // One family today, which chooses among its kernels by shape. A name that it does not know is an error, so that
+  // nobody measures another kernel than the one asked for.
   if (problem->kernel != "simd" && !problem->kernel.empty()) {
     return ffi::Error::InvalidArgument(std::string(op) + ": there is no CPU kernel '" + std::string(problem->kernel) +
                                        "' (there is 'simd')");
@@ -49,8 +49,8 @@ ffi::Error SpmmT(ffi::ThreadPool pool, ffi::AnyBuffer g, ffi::AnyBuffer values, 
 ffi::Error Sddmm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer g, ffi::AnyBuffer mask,
                  ffi::Result<ffi::AnyBuffer> dv, int64_t window_units, int64_t activation, int64_t precision,
                  std::string_view kernel) {
-  return Run("sddmm", BestKernels().sddmm,
-             SddmmProblem(x, g, mask, *dv, {window_units, activation, precision, kernel}), pool);
+  return Run("sddmm", BestKernels().sddmm, SddmmProblem(x, g, mask, *dv, {window_units, activation, precision, kernel}),
+             pool);
 }
 
 }  // namespace

@@ -2,11 +2,11 @@
 
 #include <cstdlib>
 
-#define NMS_DECLARE(isa)                         \
-  namespace isa {                                \
-  Status Spmm(const Problem&, Parallel&);        \
-  Status SpmmT(const Problem&, Parallel&);       \
-  Status Sddmm(const Problem&, Parallel&);       \
+#define NMS_DECLARE(isa)                                \
+  namespace isa {                                       \
+  Status Spmm(const Problem&, Parallel&);               \
+  Status SpmmT(const Problem&, Parallel&);              \
+  Status Sddmm(const Problem&, Parallel&);              \
   constexpr Kernels kKernels{#isa, Spmm, SpmmT, Sddmm}; \
   }
 

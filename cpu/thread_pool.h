@@ -7,8 +7,8 @@
 
 namespace nmsparse {
 
-// The pool offers no way to wait, and the caller may itself be one of its threads. So indices are claimed from an atomic
-// counter, the caller claims too until none is left, and then waits only for indices that some thread is already
+// The pool offers no way to wait, and the caller may itself be one of its threads. So indices are claimed from an
+// atomic counter, the caller claims too until none is left, and then waits only for indices that some thread is already
 // running: a pool that is busy, or whose only thread is the caller, makes the loop slower and never stops it.
 class PoolParallel final : public Parallel {
  public:

@@ -22,8 +22,8 @@ struct Device {
   // Blocks that may share a cluster: clusters exist from sm_90 on.
   int max_splits() const { return major >= 9 ? kMaxSplits : 1; }
 
-  // Shared memory of a block where `blocks` should run on a multiprocessor, each of at least `least` bytes: 1 KB of each
-  // is the driver's. All of it where that many do not fit anyway.
+  // Shared memory of a block where `blocks` should run on a multiprocessor, each of at least `least` bytes: 1 KB of
+  // each is the driver's. All of it where that many do not fit anyway.
   int64_t SharedBytesFor(int blocks, int64_t least) const {
     const int64_t share = shared_bytes / blocks - (blocks > 1 ? 1024 : 0);
     return share >= least ? share : shared_bytes;
@@ -48,8 +48,9 @@ inline bool IsEmpty(const Geometry& geometry) {
 }
 
 // Blocks of `kernel` that run at one time in clusters of `splits` when each takes `shared` bytes: fewer than the
-// multiprocessors hold, since a cluster does not straddle the groups they come in. A fact of the device, asked for once.
-template <class Kernel>
+// multiprocessors hold, since a cluster does not straddle the groups they come in. A fact of the device, asked for once
+// per Config, which must name the kernel and how many of its blocks fit a multiprocessor.
+template <class Config, class Kernel>
 int BlocksAtOnce(Kernel* kernel, const Device& device, int threads, int64_t shared, int splits) {
   static std::atomic<int> known[kMaxSplits + 1];
   const int each = static_cast<int>(device.shared_bytes / shared);

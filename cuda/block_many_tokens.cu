@@ -2,18 +2,18 @@
 //
 // Memory order: problem.x is [batch, in_features, tokens] and problem.result [batch, out_features, tokens]
 // (feature-major), although the shapes in problem.geometry are those of the row-major call.
-#include "cuda/block_many_tokens.cuh"
-
 #include <algorithm>
+#include <iterator>
 
+#include "cuda/block_many_tokens.cuh"
 #include "cuda/kernels.h"
 
 namespace nmsparse::cuda {
 namespace block {
 namespace {
 
-constexpr int kMaxRows = 64;           // of a stage
-constexpr int kMaxWindows = 32;        // of a stage: one mask word per lane
+constexpr int kMaxRows = 64;              // of a stage
+constexpr int kMaxWindows = 32;           // of a stage: one mask word per lane
 constexpr int kSharedBytes = 227 * 1024;  // that a block may use
 
 int RoundUp(int64_t v, int to) { return static_cast<int>(CeilDiv(v, to) * to); }
@@ -27,9 +27,10 @@ bool Supports(const Problem& problem) {
   const auto fits = [](int64_t v) { return v < (int64_t{1} << 31); };
   return (dtype == DType::kBF16 || dtype == DType::kF16) && problem.x.dtype == dtype &&
          (result == DType::kBF16 || result == DType::kF16 || result == DType::kF32) && g.window_units <= kMaskBits &&
-         (g.bn % kChunk == 0 || (g.bn % 32 == 0 && g.bk < kMmaDepth)) && (g.bk % kMaxRows == 0 || kMaxRows % g.bk == 0) && g.tokens % 8 == 0 && g.in_features > 0 &&
-         fits(g.tokens) && fits(g.windows * g.rows_per_window()) && fits(g.out_blocks * g.bn) && fits(g.batch) &&
-         aligned(problem.x.data) && aligned(problem.values.data) && aligned(problem.result.data);
+         g.bn % kChunk == 0 && (g.bk % kMaxRows == 0 || kMaxRows % g.bk == 0) && g.tokens % 8 == 0 &&
+         g.in_features > 0 && fits(g.tokens) && fits((g.windows + kMaxWindows) * g.rows_per_window()) &&
+         fits(g.out_blocks * g.bn) && fits(g.batch) && aligned(problem.x.data) && aligned(problem.values.data) &&
+         aligned(problem.result.data);
 }
 
 // Cuts the reduction into stages of at most `max_rows` kept rows. Whole windows where they fit: as many as waste the
@@ -76,12 +77,13 @@ cudaError_t EncodeMaps(const Problem& problem, Arguments* a) {
   constexpr uint64_t kBytes = 2;
   const uint64_t line = g.bn * kBytes, list = uint64_t(g.q) * g.bk * line, window = list * g.out_blocks;
   const uint32_t boxed_rows = a->stages_per_window > 1 ? a->rows : g.q * g.bk;
-  const TensorMapSpec values{map_type(problem.values.dtype),
-                             problem.values.data,
-                             5,
-                             {uint64_t(g.bn), uint64_t(g.q) * g.bk, uint64_t(g.out_blocks), uint64_t(g.windows), uint64_t(g.batch)},
-                             {line, list, window, window * g.windows},
-                             {kChunk, boxed_rows, 1, uint32_t(a->windows_per_stage), 1}};
+  const TensorMapSpec values{
+      map_type(problem.values.dtype),
+      problem.values.data,
+      5,
+      {uint64_t(g.bn), uint64_t(g.q) * g.bk, uint64_t(g.out_blocks), uint64_t(g.windows), uint64_t(g.batch)},
+      {line, list, window, window * g.windows},
+      {kChunk, boxed_rows, 1, uint32_t(a->windows_per_stage), 1}};
   const uint64_t row = g.tokens * kBytes;
   const auto tokens_map = [&](const void* data, DType dtype, int64_t rows, int box_rows) {
     return TensorMapSpec{map_type(dtype),
@@ -101,10 +103,10 @@ cudaError_t EncodeMaps(const Problem& problem, Arguments* a) {
   return error;
 }
 
-// What a variant may be run with besides its Config.
+// How a Config is run. Both numbers are measured, not derived (docs/kernels/block_many_tokens.md).
 struct Tuning {
-  int max_rows = 32;
-  int token_group = 8;  // token tiles
+  int max_rows = kMaxRows;  // of a stage: fewer where two large slots would be all that fits
+  int token_group = 8;      // token tiles that walk the columns together
 };
 
 template <class C>
@@ -134,19 +136,47 @@ cudaError_t LaunchTiles(const Problem& problem, const Tuning& tuning, int multip
   return cudaGetLastError();
 }
 
+struct Candidate {
+  cudaError_t (*launch)(const Problem&, const Tuning&, int, cudaStream_t);
+  Tuning tuning;
+  int out, tokens;  // of a tile
+  double us;        // per 64 kept rows of one tile while all multiprocessors work, H200
+};
+
+template <class C>
+constexpr Candidate Measured(double us, int max_rows = kMaxRows) {
+  return {LaunchTiles<C>, {max_rows}, C::kOut, C::kTokens, us};
+}
+
+// The candidate whose rounds over the multiprocessors cost least.
+template <size_t kCount>
+const Candidate& Cheapest(const Candidate (&candidates)[kCount], const Geometry& g, int multiprocessors) {
+  const auto cost = [&](const Candidate& c) {
+    const int64_t tiles = g.batch * CeilDiv(g.out_features, c.out) * CeilDiv(g.tokens, c.tokens);
+    return static_cast<double>(CeilDiv(tiles, multiprocessors)) * c.us;
+  };
+  return *std::min_element(std::begin(candidates), std::end(candidates),
+                           [&](const Candidate& a, const Candidate& b) { return cost(a) < cost(b); });
+}
+
 template <class T>
 cudaError_t LaunchFor(const Problem& problem, int multiprocessors, cudaStream_t stream) {
+  static constexpr Candidate kVectors128[] = {Measured<Config<T, 128, 256, Gather::kLanes>>(1.00),
+                                              Measured<Config<T, 128, 128, Gather::kLanes>>(0.74),
+                                              Measured<Config<T, 128, 64, Gather::kLanes>>(0.65)};
+  static constexpr Candidate kVectors64[] = {Measured<Config<T, 64, 512, Gather::kLanes>>(1.80, 32)};
+  static constexpr Candidate kBlocks128[] = {Measured<Config<T, 128, 256, Gather::kBoxes>>(1.01),
+                                             Measured<Config<T, 64, 256, Gather::kBoxes>>(0.65)};
+  static constexpr Candidate kBlocks64[] = {Measured<Config<T, 64, 512, Gather::kBoxes>>(1.11, 32),
+                                            Measured<Config<T, 64, 256, Gather::kBoxes>>(0.65)};
   const Geometry& g = problem.geometry;
-  const auto launch = [&](auto config, int max_rows) {
-    return LaunchTiles<decltype(config)>(problem, Tuning{max_rows}, multiprocessors, stream);
+  const auto run = [&](const auto& candidates) {
+    const Candidate& best = Cheapest(candidates, g, multiprocessors);
+    return best.launch(problem, best.tuning, multiprocessors, stream);
   };
   const bool wide = g.bn % 128 == 0;
-  if (g.bk >= kMmaDepth) {
-    return wide ? launch(Config<T, 128, 256, Gather::kBoxes>{}, 64) : launch(Config<T, 64, 512, Gather::kBoxes>{}, 32);
-  }
-  if (wide) return launch(Config<T, 128, 256, Gather::kRows, 2>{}, 0);
-  return g.bn % 64 == 0 ? launch(Config<T, 64, 512, Gather::kRows, 2>{}, 0)
-                        : launch(Config<T, 32, 512, Gather::kRows, 2>{}, 0);
+  if (g.bk >= kMmaDepth) return wide ? run(kBlocks128) : run(kBlocks64);
+  return wide ? run(kVectors128) : run(kVectors64);
 }
 
 }  // namespace
@@ -166,9 +196,8 @@ cudaError_t BlockWgmmaSpmm(const Problem& problem, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   if (major != 9 || minor != 0) return cudaErrorNotSupported;  // wgmma exists there alone
   if (g.batch == 0 || g.tokens == 0 || g.out_features == 0) return cudaSuccess;
-  return problem.values.dtype == DType::kBF16
-             ? block::LaunchFor<__nv_bfloat16>(problem, multiprocessors, stream)
-             : block::LaunchFor<__half>(problem, multiprocessors, stream);
+  return problem.values.dtype == DType::kBF16 ? block::LaunchFor<__nv_bfloat16>(problem, multiprocessors, stream)
+                                              : block::LaunchFor<__half>(problem, multiprocessors, stream);
 }
 
 }  // namespace nmsparse::cuda

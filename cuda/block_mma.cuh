@@ -3,8 +3,8 @@
 //   y[t, c] = sum over kept rows k of c's column block: x[t, k] * W[k, c]
 //
 // A column block keeps q * bk rows per window, and its kept values are one dense matrix [kept rows, bn]. The order of a
-// sum is free, and so is which column of a tile is which row of the mma; both are chosen so that a lane loads its weights
-// as they lie in memory and needs nothing of its neighbours:
+// sum is free, and so is which column of a tile is which row of the mma; both are chosen so that a lane loads its
+// weights as they lie in memory and needs nothing of its neighbours:
 //
 //   a warp owns kWarpColumns = 8 * kVector columns of one block (g = lane / 4, t = lane % 4); a step is 16 kept rows
 //   lane (g, t) reads rows 4t ... 4t + 3 at columns kVector * g ...: four vectors, 16 bytes each at kVector = 8
@@ -12,15 +12,15 @@
 //   mma depth 2t, 2t + 1, 2t + 8, 2t + 9  <->  kept rows 4t, 4t + 1, 4t + 2, 4t + 3
 //   mma column g       of tile n   <->  token 8n + g                             (B: xᵀ)
 //
-// Weights pass through a ring in shared memory that is private to a warp (cp.async by lanes that follow memory, read back
-// by the lanes of the fragments): kStages - 1 steps in flight per warp without registers and without a block barrier.
-// x is shared by the column_warps warps side by side: chunk_windows windows at a time it is transposed into a tile of
-// rows k (XTile), from which ldmatrix.trans gathers any 16 kept rows into B; a table holds where each kept row lies.
-// The next chunk is on its way in registers while this one is multiplied: one barrier per chunk.
+// Weights pass through a ring in shared memory that is private to a warp (cp.async by lanes that follow memory, read
+// back by the lanes of the fragments): kStages - 1 steps in flight per warp without registers and without a block
+// barrier. x is shared by the column_warps warps side by side: chunk_windows windows at a time it is transposed into a
+// tile of rows k (XTile), from which ldmatrix.trans gathers any 16 kept rows into B; a table holds where each kept row
+// lies. The next chunk is on its way in registers while this one is multiplied: one barrier per chunk.
 //
-// Depth is split over the warps (kWarps / column_warps groups take the steps in turn) and over a cluster of `splits` blocks
-// (windows): partial sums meet in shared memory and are added in a fixed order. Grid: (column tiles * splits, token tiles,
-// batch), clusters of `splits` along x.
+// Depth is split over the warps (kWarps / column_warps groups take the steps in turn) and over a cluster of `splits`
+// blocks (windows): partial sums meet in shared memory and are added in a fixed order. Grid: (column tiles * splits,
+// token tiles, batch), clusters of `splits` along x.
 //
 // Shared memory, bytes:
 //   0                        ring    kWarps * kStages * 4 * 32 * 2 * kVector     (128 KB at kVector 8, 8 stages)
@@ -75,10 +75,10 @@ struct Divider {
   __device__ __forceinline__ int operator()(uint32_t j) const { return divisor == 1 ? j : __umulhi(j, magic); }
 };
 
-// The kept values of one warp's columns, step by step, on their way into the warp's ring. Kept rows are numbered through
-// the windows of this block of threads; lane 8 * r + c copies chunk c (kVector columns) of rows 4r ... 4r + 3 of every
-// groups-th step, so that the lanes of one memory request, 8 neighbours, ask for one run of memory (with the lanes of a
-// fragment copying for themselves L2 saw requests of 32 bytes, four times as many: 2.4 TB/s).
+// The kept values of one warp's columns, step by step, on their way into the warp's ring. Kept rows are numbered
+// through the windows of this block of threads; lane 8 * r + c copies chunk c (kVector columns) of rows 4r ... 4r + 3
+// of every groups-th step, so that the lanes of one memory request, 8 neighbours, ask for one run of memory (with the
+// lanes of a fragment copying for themselves L2 saw requests of 32 bytes, four times as many: 2.4 TB/s).
 template <class C>
 struct WeightStream {
   const typename C::Value* source;  // row `row` of the current window
@@ -88,9 +88,14 @@ struct WeightStream {
   int stride;
   uint32_t slot, ring_begin, ring_end;
 
-  __device__ __forceinline__ WeightStream(const typename C::Value* base, int64_t window_pitch, int kept, int bn, int rows,
-                                          int first, int stride, uint32_t ring)
-      : kept(kept), bn(bn), left(rows - first), stride(stride), slot(ring), ring_begin(ring),
+  __device__ __forceinline__ WeightStream(const typename C::Value* base, int64_t window_pitch, int kept, int bn,
+                                          int rows, int first, int stride, uint32_t ring)
+      : kept(kept),
+        bn(bn),
+        left(rows - first),
+        stride(stride),
+        slot(ring),
+        ring_begin(ring),
         ring_end(ring + C::kStages * C::kStageBytes) {
     const int window = first / kept;
     row = first - window * kept;
@@ -165,7 +170,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks) BlockMmaKernel(Proble
   const uint32_t* mask = problem.mask + batch * MaskPerBatch(geometry) + int64_t{first_block} * geometry.mask_words;
   const int64_t mask_pitch = geometry.out_blocks * geometry.mask_words;
   const Divider divide_by_blocks(blocks);
-  const Value* x = static_cast<const Value*>(problem.x.data) + (batch * geometry.tokens + token0) * geometry.in_features;
+  const Value* x =
+      static_cast<const Value*>(problem.x.data) + (batch * geometry.tokens + token0) * geometry.in_features;
   unsigned char* const tiles = shared + C::kRingBytes;
   uint16_t* const tables = reinterpret_cast<uint16_t*>(tiles + 2 * Tile::kBytes);
   const int table_size = plan.blocks * plan.table_rows;

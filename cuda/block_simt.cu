@@ -1,10 +1,9 @@
-// Launcher of block_simt: spmm for few tokens on CUDA cores (block_simt.cuh). float32, bfloat16 or float16 x with values
-// of the same dtype, int8 or float8_e4m3fn; any block.
-#include "cuda/block_simt.cuh"
-
+// Launcher of block_simt: spmm for few tokens on CUDA cores (block_simt.cuh). float32, bfloat16 or float16 x with
+// values of the same dtype, int8 or float8_e4m3fn; any block.
 #include <algorithm>
 
 #include "cuda/block_launch.h"
+#include "cuda/block_simt.cuh"
 #include "cuda/kernels.h"
 
 namespace nmsparse::cuda {
@@ -23,7 +22,8 @@ cudaError_t LaunchSimt(const Problem& problem, const Device& device, cudaStream_
   const int64_t tiles = CeilDiv(geometry.out_features, C::kTileColumns);
   const int64_t token_tiles = CeilDiv(geometry.tokens, C::kTokens);
   if (token_tiles > block::kMaxGridYz || geometry.batch > block::kMaxGridYz) return cudaErrorNotSupported;
-  const int64_t room = int64_t{kBlocksPerMultiprocessor} * device.multiprocessors / (tiles * token_tiles * geometry.batch);
+  const int64_t room =
+      int64_t{kBlocksPerMultiprocessor} * device.multiprocessors / (tiles * token_tiles * geometry.batch);
   const int64_t most = std::min<int64_t>(device.max_splits(), std::max<int64_t>(1, geometry.windows));
   SimtPlan plan{};
   plan.splits = static_cast<int32_t>(std::clamp<int64_t>(room, 1, most));
@@ -35,7 +35,8 @@ cudaError_t LaunchSimt(const Problem& problem, const Device& device, cudaStream_
   if (shared > device.shared_bytes) return cudaErrorNotSupported;
   const dim3 grid(static_cast<unsigned>(tiles * plan.splits), static_cast<unsigned>(token_tiles),
                   static_cast<unsigned>(geometry.batch));
-  return block::LaunchInClusters(block::BlockSimtKernel<C>, grid, C::kThreads, shared, plan.splits, stream, problem, plan);
+  return block::LaunchInClusters(block::BlockSimtKernel<C>, grid, C::kThreads, shared, plan.splits, stream, problem,
+                                 plan);
 }
 
 // Tokens per pass: as few as hold them all, and few enough for a window of x to fit.

@@ -1,10 +1,9 @@
-// Launcher of block_t_mma: spmm_t for few tokens, vector-wise weights (block_t_mma.cuh). bfloat16 or float16 g and values
-// of one dtype, units of one row, windows of 32 units, bn a multiple of 64, at most 16 kept rows per window.
-#include "cuda/block_t_mma.cuh"
-
+// Launcher of block_t_mma: spmm_t for few tokens, vector-wise weights (block_t_mma.cuh). bfloat16 or float16 g and
+// values of one dtype, units of one row, windows of 32 units, bn a multiple of 64, at most 16 kept rows per window.
 #include <algorithm>
 
 #include "cuda/block_launch.h"
+#include "cuda/block_t_mma.cuh"
 #include "cuda/kernels.h"
 
 namespace nmsparse::cuda {
@@ -36,7 +35,7 @@ cudaError_t LaunchTransposedMma(const Problem& problem, const Device& device, cu
   const int64_t most = std::min<int64_t>(device.max_splits(), std::max<int64_t>(1, geometry.out_blocks));
   double best = 0;
   for (int splits = 1; splits <= most; ++splits) {
-    const int at_once = block::BlocksAtOnce(block::BlockTransposedMmaKernel<C>, device, C::kThreads, shared, splits);
+    const int at_once = block::BlocksAtOnce<C>(block::BlockTransposedMmaKernel<C>, device, C::kThreads, shared, splits);
     const double cost =
         static_cast<double>(CeilDiv(groups * splits * token_tiles * geometry.batch, at_once)) / splits + 0.01 * splits;
     if (plan.splits == 0 || cost < best) best = cost, plan.splits = splits;

@@ -2,17 +2,17 @@
 //
 //   dx[t, k] = sum over columns c whose column block keeps row k: g[t, c] * W[k, c]
 //
-// A warp owns `windows_each` windows, whose kept rows in one column block are the up to 16 rows of an mma tile, and walks
-// the columns; a block of threads owns kWarps * windows_each windows, so that its tile of g is shared by all of them. A
-// step is 64 columns. With g = lane / 4, t = lane % 4 and h, i in {0, 1}:
+// A warp owns `windows_each` windows, whose kept rows in one column block are the up to 16 rows of an mma tile, and
+// walks the columns; a block of threads owns kWarps * windows_each windows, so that its tile of g is shared by all of
+// them. A step is 64 columns. With g = lane / 4, t = lane % 4 and h, i in {0, 1}:
 //   mma row g, g + 8                       <->  kept row g, g + 8 of the tile
 //   mma depth 2t, 2t + 1, 2t + 8, 2t + 9   <->  columns 32h + 8t + 4i + 0, 1, 2, 3  (of product 2h + i of the step)
 // so that a lane reads 16 bytes of a row of values, or of a token of g, and has its fragments of two products.
 //
 // At the end of a column block the products are added to the warp's dx windows in shared memory, float [row][token], at
-// the rows that the block's mask names: lanes of a warp hold different rows or tokens, warps own different windows, and a
-// warp takes the blocks in ascending order. A cluster of `splits` blocks splits the column blocks; the copies are added in
-// a fixed order. Grid: (window groups * splits, token tiles, batch), clusters of `splits` along x.
+// the rows that the block's mask names: lanes of a warp hold different rows or tokens, warps own different windows, and
+// a warp takes the blocks in ascending order. A cluster of `splits` blocks splits the column blocks; the copies are
+// added in a fixed order. Grid: (window groups * splits, token tiles, batch), clusters of `splits` along x.
 //
 // Shared memory, bytes (T = 8 * kTokenTiles):
 //   0                    ring  kStages * (kWarps * 2048 + T * 128)   values of each warp [16][64], then g [T][64]

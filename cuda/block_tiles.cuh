@@ -51,8 +51,9 @@ __device__ __forceinline__ void LoadWords(uint32_t (&out)[kWords], const void* s
 
 // ------------------------------------------------------------------------------------------------- tensor cores
 
-// Two or four 8x8 tiles of 16-bit elements whose rows lie anywhere in shared memory, 16 bytes each, transposed: register
-// i of lane 4 * g + t holds elements (2t, g) and (2t + 1, g) of tile i. Lane 8 * i + r gives the address of row r.
+// Two or four 8x8 tiles of 16-bit elements whose rows lie anywhere in shared memory, 16 bytes each, transposed:
+// register i of lane 4 * g + t holds elements (2t, g) and (2t + 1, g) of tile i. Lane 8 * i + r gives the address of
+// row r.
 __device__ __forceinline__ void LoadTransposed(uint32_t (&out)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
@@ -64,8 +65,8 @@ __device__ __forceinline__ void LoadTransposed(uint32_t (&out)[2], uint32_t addr
                : "r"(address));
 }
 
-// d [16, 8] += a [16, 16] b [16, 8]; lane 4 * g + t holds of a: (g, 2t..), (g + 8, 2t..), (g, 2t + 8..), (g + 8, 2t + 8..),
-// of b: (2t.., g), (2t + 8.., g), of d: (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1).
+// d [16, 8] += a [16, 16] b [16, 8]; lane 4 * g + t holds of a: (g, 2t..), (g + 8, 2t..), (g, 2t + 8..), (g + 8, 2t
+// + 8..), of b: (2t.., g), (2t + 8.., g), of d: (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1).
 template <class Value>
 __device__ __forceinline__ void Mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   if constexpr (std::is_same_v<Value, __nv_bfloat16>) {
@@ -122,8 +123,8 @@ __device__ __forceinline__ float4 LoadFromBlock(uint32_t address, int block) {
 
 // kRows rows of xᵀ, each 8 * kTokenTiles tokens, in 16-byte units of 8 tokens, and behind them one row of zeros.
 //
-// Unit c of row k lies at byte Row(k) ^ 16 * c. Row(k) spreads over the 8 bank groups both 8 rows of one octet (ldmatrix
-// reads kept rows, mostly neighbours) and row i of 8 consecutive octets (Store writes those together).
+// Unit c of row k lies at byte Row(k) ^ 16 * c. Row(k) spreads over the 8 bank groups both 8 rows of one octet
+// (ldmatrix reads kept rows, mostly neighbours) and row i of 8 consecutive octets (Store writes those together).
 //
 // Thread i stages 8 rows (octet i % kOctets) of kTaskTokens tokens: Load reads 16 bytes of each token of x into
 // registers, Store transposes them, so that the latency of Load is hidden behind the tile before.
@@ -148,10 +149,11 @@ struct XTile {
 
   uint4 rows[kTaskTokens];  // token, 8 consecutive k
 
-  // `x`: token 0, row 0 of this tile; `tokens`: how many there are; `features`: how many rows until in_features; `live`:
-  // rows of the tile that are used. Everything else is zero.
+  // `x`: token 0, row 0 of this tile; `tokens`: how many there are; `features`: how many rows until in_features;
+  // `live`: rows of the tile that are used. Everything else is zero.
   template <class T>
-  __device__ __forceinline__ void Load(const T* x, int64_t pitch, int tokens, int64_t features, int live, bool aligned) {
+  __device__ __forceinline__ void Load(const T* x, int64_t pitch, int tokens, int64_t features, int live,
+                                       bool aligned) {
     const int k = threadIdx.x % kOctets * 8, token = threadIdx.x / kOctets * kTaskTokens;
     if (k >= live) return;
     const T* source = x + token * pitch + k;
@@ -204,7 +206,8 @@ struct XTile {
 };
 
 // Writes XTile::Row of the kept rows of one (window, block) to `table`, in the order of the values. `first_row`: the
-// window's first row inside the tile. Missing bits of a corrupt mask point at the row of zeros, surplus bits are ignored.
+// window's first row inside the tile. Missing bits of a corrupt mask point at the row of zeros, surplus bits are
+// ignored.
 
 // One byte of a mask of 32 units of one row: one thread. `first_row` is a multiple of 8.
 template <class Tile>
@@ -241,7 +244,8 @@ __device__ __forceinline__ void TabulateWindow(uint16_t* table, int q, int bk, i
 
 // Four neighbouring results of one token, through the epilogue; columns at or beyond `columns` are not written.
 template <class T>
-__device__ __forceinline__ void StoreFour(const Problem& problem, int64_t index, int64_t feature, int columns, float4 v) {
+__device__ __forceinline__ void StoreFour(const Problem& problem, int64_t index, int64_t feature, int columns,
+                                          float4 v) {
   float part[4] = {v.x, v.y, v.z, v.w};
   if (!IsIdentity(problem.epilogue)) {
 #pragma unroll
@@ -265,8 +269,8 @@ __device__ __forceinline__ void StoreFour(const Problem& problem, int64_t index,
 
 // The end of a kernel whose depth is split over `groups` of warps and a cluster of `splits` blocks: adds the partial
 // sums, each in ascending order, and stores y for `tokens` tokens and `columns` columns from `first_column` on.
-// `partial` [groups][tokens][columns + 4] in shared memory, the same place in every block of the cluster; `columns` is a
-// power of two. All threads of all its blocks; nothing may touch `partial` afterwards before the kernel ends.
+// `partial` [groups][tokens][columns + 4] in shared memory, the same place in every block of the cluster; `columns` is
+// a power of two. All threads of all its blocks; nothing may touch `partial` afterwards before the kernel ends.
 template <int kThreads>
 __device__ __forceinline__ void CombineAndStore(const Problem& problem, float* partial, int64_t first_token, int tokens,
                                                 int64_t first_column, int columns, int groups, int split, int splits) {

@@ -9,8 +9,8 @@
 
 namespace nmsparse::cuda::ew {
 
-inline constexpr int kWindow = 32;  // rows of W per mask word
-inline constexpr int kMaxSplits = 8;  // the largest cluster that every device with clusters launches
+inline constexpr int kWindow = 32;               // rows of W per mask word
+inline constexpr int kMaxSplits = 8;             // the largest cluster that every device with clusters launches
 inline constexpr int64_t kMaxWindows = 1 << 24;  // row numbers stay far inside int32
 
 __device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
@@ -62,8 +62,8 @@ __device__ __forceinline__ uint32_t Bit(int position) {
   return bit;
 }
 
-// Minus one that the compiler cannot see, so that `bits + one_hot * MinusOne()` stays a multiply-add: clearing a bit that
-// way uses the FMA pipe, where xor would add to the integer pipe that limits these kernels.
+// Minus one that the compiler cannot see, so that `bits + one_hot * MinusOne()` stays a multiply-add: clearing a bit
+// that way uses the FMA pipe, where xor would add to the integer pipe that limits these kernels.
 __device__ __forceinline__ uint32_t MinusOne() {
   uint32_t value;
   asm volatile("mov.b32 %0, 0xffffffff;" : "=r"(value));
@@ -120,7 +120,8 @@ __device__ __forceinline__ void StoreOutput(const Problem& problem, int64_t inde
   }
 }
 
-// Sums the blocks' partial [C::kTokens][C::kColumns] over the cluster, each block a share of the elements, and stores y.
+// Sums the blocks' partial [C::kTokens][C::kColumns] over the cluster, each block a share of the elements, and stores
+// y.
 template <class C>
 __device__ __forceinline__ void StorePartials(const Problem& problem, const float* partial, int64_t first_column,
                                               int64_t batch) {
@@ -158,8 +159,9 @@ __device__ __forceinline__ void StorePartials(const Problem& problem, const floa
 
 // The accumulators of a warp's m16n8 tiles (lane (g, t): columns g, g + 8, tokens 2 t, 2 t + 1) to y.
 template <class C>
-__device__ __forceinline__ void StoreFragments(const Problem& problem, const float (&sums)[C::kTiles][C::kTokenTiles][4],
-                                               float* partial, int64_t first_column, int64_t batch) {
+__device__ __forceinline__ void StoreFragments(const Problem& problem,
+                                               const float (&sums)[C::kTiles][C::kTokenTiles][4], float* partial,
+                                               int64_t first_column, int64_t batch) {
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
 #pragma unroll
   for (int tile = 0; tile < C::kTiles; ++tile) {

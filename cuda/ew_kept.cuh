@@ -22,7 +22,8 @@ struct KeptColumn {
   static constexpr int kWords = (kBytes + 3) / 4;
   uint32_t words[kWords];
 
-  // read(offset) gives the address of byte `offset` of the column; kGlobal: in device memory, through the read-only path.
+  // read(offset) gives the address of byte `offset` of the column; kGlobal: in device memory, through the read-only
+  // path.
   template <bool kGlobal, class Read>
   __device__ __forceinline__ void Load(const Read& read) {
 #pragma unroll
@@ -72,9 +73,7 @@ struct KeptColumn {
       static_assert(std::is_same_v<Value, E4M3>, "a dtype of values");
 #if __CUDA_ARCH__ >= 890
       uint32_t pair;
-      asm("cvt.rn.f16x2.e4m3x2 %0, %1;"
-          : "=r"(pair)
-          : "h"(static_cast<uint16_t>(words[j / 4] >> (j % 4 / 2 * 16))));
+      asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<uint16_t>(words[j / 4] >> (j % 4 / 2 * 16))));
       return __half2float(__ushort_as_half(static_cast<uint16_t>(j % 2 == 0 ? pair : pair >> 16)));
 #else
       return ToFloat(E4M3{static_cast<uint8_t>(words[j / 4] >> (j % 4 * 8))});

@@ -11,7 +11,8 @@ inline constexpr int kPieceBytes = 16;
 inline constexpr int kPieceRows = 8;  // rows of x in a piece
 
 // A stage holds kGroupWindows windows of the warp's columns (16 or 32): the values of each window as one run, then the
-// mask words of each window. kWindowPad shifts the banks from one window to the next. A warp fills and reads its own ring.
+// mask words of each window. kWindowPad shifts the banks from one window to the next. A warp fills and reads its own
+// ring.
 template <class Value_, int kQ_, int kWarpColumns_, int kStages_, int kWindowPad>
 struct WeightRing {
   using Value = Value_;
@@ -26,7 +27,7 @@ struct WeightRing {
   static constexpr int kBytes = kStages * kStageBytes;
   static_assert(kStageBytes % 16 == 0, "stages begin at 16-byte boundaries");
 
-  const char* values;    // of the warp's first column in window `window`
+  const char* values;  // of the warp's first column in window `window`
   const uint32_t* mask;
   int64_t out;           // columns per window in memory
   uint32_t base;         // of the warp's ring in shared memory
@@ -96,14 +97,16 @@ struct WeightRing {
 #pragma unroll 1
       for (int i = lane; i < kRunBytes / static_cast<int>(sizeof(Value)); i += kWarpSize) {
         const int offset = i * static_cast<int>(sizeof(Value));
-        const int place = (offset / kPieceBytes ^ swizzle(w, offset / kColumnBytes)) * kPieceBytes + offset % kPieceBytes;
+        const int place =
+            (offset / kPieceBytes ^ swizzle(w, offset / kColumnBytes)) * kPieceBytes + offset % kPieceBytes;
         Value value;
         memset(&value, 0, sizeof(Value));
         if (w < windows && offset < columns * kColumnBytes) value = *reinterpret_cast<const Value*>(values + offset);
         *reinterpret_cast<Value*>(to + place) = value;
       }
       char* words = static_cast<char*>(__cvta_shared_to_generic(stage)) + kMaskOffset + w * kMaskStride;
-      if (lane < kWarpColumns) reinterpret_cast<uint32_t*>(words)[lane] = w < windows && lane < columns ? mask[lane] : 0u;
+      if (lane < kWarpColumns)
+        reinterpret_cast<uint32_t*>(words)[lane] = w < windows && lane < columns ? mask[lane] : 0u;
     }
   }
 };

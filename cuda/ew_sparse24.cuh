@@ -1,4 +1,4 @@
-// 2 to 64 tokens, weights with 2 of every 4 rows kept (2:4; q = 16): sparse tensor cores read the format as it is.
+// Up to 64 tokens, weights with 2 of every 4 rows kept (2:4; q = 16): sparse tensor cores read the format as it is.
 //
 //   y[token, c] = sum over windows w, kept rows k of (w, c):  value * x[token, 32 w + k]
 //
@@ -6,10 +6,10 @@
 //
 // A. Lane (g, t) of a fragment holds, for rows g and g + 8, the kept pairs of the groups t and t + 4 of the window's
 // eight groups of four rows: two words of the column's eight, as they lie in `values`.
-// Metadata: for every kept value its position (2 bits) in its group. Of the two lanes of a quad that the selector names,
-// the first supplies groups 0..3 of rows g (low half) and g + 8 (high half), the second groups 4..7; both derive them
-// from two mask words. Selector 0 names lanes 0 and 1, selector 1 lanes 2 and 3: one pass over the lanes prepares two
-// windows.
+// Metadata: for every kept value its position (2 bits) in its group. Of the two lanes of a quad that the selector
+// names, the first supplies groups 0..3 of rows g (low half) and g + 8 (high half), the second groups 4..7; both derive
+// them from two mask words. Selector 0 names lanes 0 and 1, selector 1 lanes 2 and 3: one pass over the lanes prepares
+// two windows.
 //
 // A mask that does not keep exactly 2 of every 4 gives wrong numbers; nothing is addressed by it.
 //
@@ -49,6 +49,8 @@ struct Sparse24Config {
   static constexpr int kPoolBytes = Ring::kBytes * kWarps + 2 * Chunks::kChunkBytes;
   static constexpr int kPartialBytes = kTokens * kColumns * 4;
   static constexpr int kSharedBytes = kPoolBytes > kPartialBytes ? kPoolBytes : kPartialBytes;
+  // Time of a block beside another on its multiprocessor, relative to its time alone (measured).
+  static constexpr double kCrowding = kWarps <= 4 ? 0.5 : 1.0;
   static_assert(sizeof(X) == 2, "a word holds the kept pair of a group");
   static_assert(kChunkWindows / kGroupWindows >= kStages_ - 1, "x of the next chunk is waited for with the weights");
 };
@@ -71,8 +73,8 @@ __device__ __forceinline__ void MultiplySparse(float (&sum)[4], uint32_t a0, uin
   }
 }
 
-// `groups`: eight groups of four mask bits b3 b2 b1 b0, two of them set. Returns the two positions of each: the lower is
-// 0 with b0, 1 with b1 but not b0, else 2; the higher is 3 with b3, else 2 with b2, else 1.
+// `groups`: eight groups of four mask bits b3 b2 b1 b0, two of them set. Returns the two positions of each: the lower
+// is 0 with b0, 1 with b1 but not b0, else 2; the higher is 3 with b3, else 2 with b2, else 1.
 __device__ __forceinline__ uint32_t Metadata(uint32_t groups) {
   const uint32_t right = groups >> 1, left = groups << 1;
   return (~groups & right & 0x11111111u) | (~left & ~groups & 0x22222222u) | ((right | ~groups) & 0x44444444u) |

@@ -1,12 +1,10 @@
 // Launcher of "ew_spmv": element-wise weights, windows of 32, one to four tokens, CUDA cores (ew_spmv.cuh).
 //
 //   x                  values            sums      q
-//   f32, bf16, f16     f32, bf16, f16    float     any of 1..31; 2, 3, 4, 6, 8, 12, 16, 24 as constants
-//   f32, bf16, f16     s8, f8e4m3fn      float     the same
-//   f8e4m3fn           f8e4m3fn          float     the same
-//   s8                 s8                int32     the same
+//   f32, bf16, f16     f32, bf16, f16    float     any of 1..31; 2, 3, 4, 6, 8, 12, 16, 24 as constants (tokens > 1: 4,
+//   8, 16) f32, bf16, f16     s8, f8e4m3fn      float     any; 4, 8, 16 as constants f8e4m3fn           f8e4m3fn float
+//   any; 4, 8, 16 as constants s8                 s8                int32     any; 4, 8, 16 as constants
 #include "cuda/ew_spmv.cuh"
-
 #include "cuda/kernels.h"
 
 namespace nmsparse::cuda {
@@ -35,55 +33,74 @@ cudaError_t Launch(const Problem& problem, const ew::Device& device, int64_t spl
                          problem, plan);
 }
 
-// Windows that a warp takes at once: enough bytes in flight where a column has few.
-template <class Value, int kQ>
+// Windows that a warp takes at once, so that a lane asks for about 64 bytes.
+template <class Value, int kQ, int kLaneColumns>
 constexpr int Unroll() {
-  constexpr int kBytes = kQ * static_cast<int>(sizeof(Value));
-  return kQ == 0 ? 2 : kBytes >= 48 ? 1 : kBytes >= 24 ? 2 : 4;
+  constexpr int kBytes = kQ * kLaneColumns * static_cast<int>(sizeof(Value));
+  return kQ == 0 ? 2 : kBytes >= 48 ? 1 : kBytes >= 12 ? 2 : 3;
 }
 
 template <class Value, class Acc, int kQ>
 cudaError_t LaunchTokens(const Problem& problem, const ew::Device& device, cudaStream_t stream) {
   const Geometry& geometry = problem.geometry;
-  const int64_t blocks = CeilDiv(geometry.out_features, kWarpSize) * geometry.batch;
   const int64_t most = device.major >= 9 ? ew::kMaxSplits : 1;
+  constexpr int kBytes = kQ * static_cast<int>(sizeof(Value));
+  constexpr int kUnroll = Unroll<Value, kQ, 1>();
   int64_t splits = 1;
-  constexpr int kUnroll = Unroll<Value, kQ>();
   if (geometry.tokens > 1) {
-    while (splits < most && blocks * splits < 2 * device.multiprocessors) splits *= 2;
-    return Launch<SpmvConfig<Value, Acc, kQ, 4, 8, (kUnroll + 1) / 2>>(problem, device, splits, stream);
+    const int64_t blocks = CeilDiv(geometry.out_features, kWarpSize) * geometry.batch;
+    while (splits < most && 2 * blocks * splits < 3 * device.multiprocessors) splits *= 2;
+    // Fewer constants here than for one token.
+    constexpr int kFewQ = kQ == 4 || kQ == 8 || kQ == 16 ? kQ : 0;
+    constexpr int kFewUnroll = Unroll<Value, kFewQ, 1>();
+    if constexpr (kFewQ == 16) {
+      if (geometry.tokens == 2)
+        return Launch<SpmvConfig<Value, Acc, 16, 2, 8, kFewUnroll>>(problem, device, splits, stream);
+    }
+    return Launch<SpmvConfig<Value, Acc, kFewQ, 4, 8, (kFewUnroll + 1) / 2>>(problem, device, splits, stream);
   }
-  // About one block per multiprocessor: 16 warps each. Otherwise blocks of 8 warps, at least two per multiprocessor.
+  // Short columns: two per lane, for wider loads.
+  constexpr int kLaneColumns = kQ > 0 && kBytes <= 8 ? 2 : 1;
+  if (kLaneColumns == 2 && geometry.out_features % 2 == 0) {
+    const int64_t blocks = CeilDiv(geometry.out_features, 2 * kWarpSize) * geometry.batch;
+    while (splits < most && 4 * blocks * splits < 3 * device.multiprocessors) splits *= 2;
+    constexpr int kPairUnroll = Unroll<Value, kQ, kLaneColumns>();
+    return Launch<SpmvConfig<Value, Acc, kQ, 1, 16, kPairUnroll, kLaneColumns>>(problem, device, splits, stream);
+  }
+  // About one block per multiprocessor: 16 warps each, or two such blocks where columns are short and long rows many.
+  // Otherwise blocks of 8 warps, at least two per multiprocessor.
+  const int64_t blocks = CeilDiv(geometry.out_features, kWarpSize) * geometry.batch;
   while (splits < most && 4 * blocks * splits < 3 * device.multiprocessors) splits *= 2;
   if (blocks * splits <= device.multiprocessors) {
+    if (kBytes <= 16 && geometry.windows / splits >= 256 && splits < most) splits *= 2;
     return Launch<SpmvConfig<Value, Acc, kQ, 1, 16, kUnroll>>(problem, device, splits, stream);
   }
-  if (splits == 1 && blocks < 2 * device.multiprocessors && most > 1) splits = 2;
+  if (splits < most && blocks * splits < 2 * device.multiprocessors) splits *= 2;
+  if constexpr (kBytes == 32 && sizeof(Value) == 2) {
+    // A little more than the four blocks that a multiprocessor holds at once: half as many, of twice the columns, so
+    // that no second wave of few blocks follows.
+    const int64_t wave = 4 * device.multiprocessors;
+    if (blocks > wave && 2 * blocks <= 3 * wave && geometry.out_features % 2 == 0) {
+      return Launch<SpmvConfig<Value, Acc, kQ, 1, 8, 1, 2>>(problem, device, 1, stream);
+    }
+  }
   return Launch<SpmvConfig<Value, Acc, kQ, 1, 8, kUnroll>>(problem, device, splits, stream);
 }
 
 template <class Value, class Acc>
 cudaError_t LaunchQ(const Problem& problem, const ew::Device& device, cudaStream_t stream) {
-  switch (problem.geometry.q) {
-    case 2:
-      return LaunchTokens<Value, Acc, 2>(problem, device, stream);
-    case 3:
-      return LaunchTokens<Value, Acc, 3>(problem, device, stream);
-    case 4:
-      return LaunchTokens<Value, Acc, 4>(problem, device, stream);
-    case 6:
-      return LaunchTokens<Value, Acc, 6>(problem, device, stream);
-    case 8:
-      return LaunchTokens<Value, Acc, 8>(problem, device, stream);
-    case 12:
-      return LaunchTokens<Value, Acc, 12>(problem, device, stream);
-    case 16:
-      return LaunchTokens<Value, Acc, 16>(problem, device, stream);
-    case 24:
-      return LaunchTokens<Value, Acc, 24>(problem, device, stream);
-    default:
-      return LaunchTokens<Value, Acc, 0>(problem, device, stream);
+  const int32_t q = problem.geometry.q;
+  if (q == 4) return LaunchTokens<Value, Acc, 4>(problem, device, stream);
+  if (q == 8) return LaunchTokens<Value, Acc, 8>(problem, device, stream);
+  if (q == 16) return LaunchTokens<Value, Acc, 16>(problem, device, stream);
+  if constexpr (sizeof(Value) > 1) {  // the compile time of more constants buys less for bytes
+    if (q == 2) return LaunchTokens<Value, Acc, 2>(problem, device, stream);
+    if (q == 3) return LaunchTokens<Value, Acc, 3>(problem, device, stream);
+    if (q == 6) return LaunchTokens<Value, Acc, 6>(problem, device, stream);
+    if (q == 12) return LaunchTokens<Value, Acc, 12>(problem, device, stream);
+    if (q == 24) return LaunchTokens<Value, Acc, 24>(problem, device, stream);
   }
+  return LaunchTokens<Value, Acc, 0>(problem, device, stream);
 }
 
 }  // namespace

@@ -2,9 +2,10 @@
 //
 //   y[token, c] = sum over windows w, kept rows k of (w, c):  x[token, 32 w + k] * value
 //
-// A lane owns a column, or kLaneColumns neighbouring ones where q * size is too small for wide loads. It walks the set bits of the column's mask word and reads x[k] from shared memory: the 32 words
-// of a window are the 32 banks, so lanes at different k meet different banks and lanes at the same k share one read.
-// The walk starts at both ends of the word at once (two short dependent chains instead of one long one).
+// A lane owns a column, or kLaneColumns neighbouring ones where q * size is too small for wide loads. It walks the set
+// bits of the column's mask word and reads x[k] from shared memory: the 32 words of a window are the 32 banks, so lanes
+// at different k meet different banks and lanes at the same k share one read. The walk starts at both ends of the word
+// at once (two short dependent chains instead of one long one).
 //
 // Layouts. values [windows, out_features, q]: a lane reads the q * size contiguous bytes of its column, aligned by
 // construction to the largest power of two in them (out_features a multiple of kLaneColumns); the columns of a warp are
@@ -26,12 +27,14 @@
 namespace nmsparse::cuda::ew {
 
 // kQ = 0: q is known at run time only.
-template <class Value_, class Acc_, int kQ_, int kTokens_, int kWarps_, int kUnroll_, int kLaneColumns_ = 1>
+template <class Value_, class Acc_, int kQ_, int kTokens_, int kWarps_, int kUnroll_, int kLaneColumns_ = 1,
+          int kAhead_ = 0>
 struct SpmvConfig {
   using Value = Value_;
   using Acc = Acc_;
   static constexpr int kQ = kQ_, kTokens = kTokens_, kWarps = kWarps_, kUnroll = kUnroll_;
   static constexpr int kLaneColumns = kLaneColumns_;
+  static constexpr int kAhead = kAhead_;  // steps by which weights are asked into L2 before they are loaded
   static constexpr int kColumns = kWarpSize * kLaneColumns;
   static constexpr int kLead = 16;
   static constexpr int kSumsBytes = 4 * kWarps * kTokens * kColumns;
@@ -77,9 +80,8 @@ __device__ __forceinline__ void StageRow(const X* row, int rows, int present, Ac
 template <class Acc>
 __device__ __noinline__ void StageRowOfAnyType(const void* x, DType dtype, int64_t first, int rows, int present,
                                                Acc* staged) {
-  WithInputType<Acc>(dtype, [&](auto zero) {
-    StageRow(static_cast<const decltype(zero)*>(x) + first, rows, present, staged);
-  });
+  WithInputType<Acc>(
+      dtype, [&](auto zero) { StageRow(static_cast<const decltype(zero)*>(x) + first, rows, present, staged); });
 }
 
 template <class C>
@@ -92,7 +94,8 @@ __device__ __forceinline__ void StageChunk(const Problem& problem, int64_t batch
   for (int token = 0; token < C::kTokens; ++token) {
     const int64_t row = window * kWindow, left = token < geometry.tokens ? geometry.in_features - row : 0;
     const int present = static_cast<int>(max(int64_t{0}, min(int64_t{rows}, left)));
-    const int64_t first = (batch * geometry.tokens + min(int64_t{token}, geometry.tokens - 1)) * geometry.in_features + row;
+    const int64_t first =
+        (batch * geometry.tokens + min(int64_t{token}, geometry.tokens - 1)) * geometry.in_features + row;
     Acc* staged = x + token * stride;
     if (std::is_same_v<Acc, float> && problem.x.dtype == DType::kBF16) {
       StageRow(static_cast<const __nv_bfloat16*>(problem.x.data) + first, rows, present, staged);
@@ -150,7 +153,38 @@ __global__ void __launch_bounds__(kWarpSize* C::kWarps, C::kQ > 0 && C::kWarps *
       values += values_step;
     }
   };
+  // Lines of the next windows are asked into L2 without registers to hold them: each lane owns one 128-byte line of a
+  // window's run of values or of mask words.
+  const char* line = nullptr;
+  int64_t line_step = 0;
+  int line_window = first + warp;
+  if constexpr (C::kAhead > 0) {
+    constexpr int kLine = 128;
+    const int64_t start = (batch * geometry.windows + line_window) * out + first_column;
+    const int columns = static_cast<int>(min(int64_t{C::kColumns}, out - first_column));
+    const int run = columns * q * static_cast<int>(sizeof(Value));
+    const int lines = min((run + kLine - 1) / kLine, kWarpSize - C::kLaneColumns);
+    if (lane < lines) {
+      line = static_cast<const char*>(problem.values.data) + start * q * sizeof(Value) + lane * kLine;
+      line_step = values_step;
+    } else if ((lane - lines) * kLine < columns * 4) {
+      line = reinterpret_cast<const char*>(problem.mask + start) + (lane - lines) * kLine;
+      line_step = mask_step * 4;
+    }
+  }
+  auto ask_ahead = [&] {
+    if constexpr (C::kAhead > 0) {
+#pragma unroll
+      for (int u = 0; u < C::kUnroll; ++u) {
+        if (line != nullptr && line_window < last) asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
+        line += line_step;
+        line_window += C::kWarps;
+      }
+    }
+  };
   int window = first + warp;
+#pragma unroll 1
+  for (int i = 0; i < C::kAhead; ++i) ask_ahead();
   load(window);
 
   Acc* x = reinterpret_cast<Acc*>(shared + C::kLead);
@@ -173,6 +207,7 @@ __global__ void __launch_bounds__(kWarpSize* C::kWarps, C::kQ > 0 && C::kWarps *
 #pragma unroll
       for (int u = 0; u < C::kUnroll; ++u) kept[u] = next[u], bits[u] = next_bits[u], kept_values[u] = next_values[u];
       load(window + C::kWarps * C::kUnroll);
+      ask_ahead();
 #pragma unroll
       for (int u = 0; u < C::kUnroll; ++u) {
         if (window + u * C::kWarps >= last) break;

@@ -1,10 +1,9 @@
-// Launcher of few_t: spmm_t for few tokens on CUDA cores (few_tokens_t.cuh). float32, bfloat16 or float16 g with values of
-// the same dtype, int8 or float8_e4m3fn; any pattern and block.
-#include "cuda/few_tokens_t.cuh"
-
+// Launcher of few_t: spmm_t for few tokens on CUDA cores (few_tokens_t.cuh). float32, bfloat16 or float16 g with values
+// of the same dtype, int8 or float8_e4m3fn; any pattern and block.
 #include <algorithm>
 
 #include "cuda/block_launch.h"
+#include "cuda/few_tokens_t.cuh"
 #include "cuda/kernels.h"
 
 namespace nmsparse::cuda {
@@ -14,7 +13,7 @@ using block::Device;
 using block::TransposedConfig;
 using block::TransposedPlan;
 
-inline constexpr int kWaves = 6;  // blocks per multiprocessor that even out the end of the grid
+inline constexpr int kBlocksPerMultiprocessor = 3;  // what shared memory holds at one token
 
 template <class C>
 int64_t SharedBytes(int64_t rows) {
@@ -28,7 +27,8 @@ cudaError_t LaunchTransposed(const Problem& problem, const Device& device, Trans
   if (token_tiles > block::kMaxGridYz || geometry.batch > block::kMaxGridYz) return cudaErrorNotSupported;
   const int64_t items = geometry.windows * plan.segments;
   const int64_t tiles = CeilDiv(geometry.out_blocks * geometry.bn, C::kTileColumns);
-  const int64_t wanted = CeilDiv(int64_t{kWaves} * device.multiprocessors, items * token_tiles * geometry.batch);
+  const int64_t wanted =
+      CeilDiv(int64_t{kBlocksPerMultiprocessor} * device.multiprocessors, items * token_tiles * geometry.batch);
   const int64_t most = std::min<int64_t>(device.max_splits(), CeilDiv(tiles, 2 * C::kWarps));
   plan.splits = static_cast<int32_t>(std::clamp<int64_t>(wanted, 1, std::max<int64_t>(most, 1)));
   const dim3 grid(static_cast<unsigned>(items * plan.splits), static_cast<unsigned>(token_tiles),
@@ -61,9 +61,8 @@ cudaError_t LaunchForTokens(const Problem& problem, const Device& device, cudaSt
   TransposedPlan plan{};
   plan.rows = std::min(geometry.bk, kMaskBits);
   plan.units = std::min(std::max(1, kMaskBits / geometry.bk), geometry.window_units);
-  plan.segments = static_cast<int32_t>(plan.rows < geometry.bk
-                                           ? CeilDiv(geometry.bk, plan.rows) * geometry.window_units
-                                           : CeilDiv(geometry.window_units, plan.units));
+  plan.segments = static_cast<int32_t>(plan.rows < geometry.bk ? CeilDiv(geometry.bk, plan.rows) * geometry.window_units
+                                                               : CeilDiv(geometry.window_units, plan.units));
   using Segment = TransposedConfig<Value, kColumns, 1, 4, false>;
   return LaunchTransposed<Segment, false>(problem, device, plan, stream);
 }
@@ -77,7 +76,8 @@ cudaError_t LaunchForBlock(const Problem& problem, const Device& device, cudaStr
   const int kept = geometry.q * geometry.bk;
   const bool aligned = reinterpret_cast<uintptr_t>(problem.values.data) % kLoad == 0;
   if (aligned && geometry.bn % kWide == 0) return LaunchForTokens<Value, kWide, 1>(problem, device, stream);
-  if (geometry.bn == 1 && aligned && kept % kWide == 0) return LaunchForTokens<Value, 1, kWide>(problem, device, stream);
+  if (geometry.bn == 1 && aligned && kept % kWide == 0)
+    return LaunchForTokens<Value, 1, kWide>(problem, device, stream);
   if constexpr (sizeof(Value) < 4) {
     if (geometry.bn == 1 && aligned && kept % 4 == 0) return LaunchForTokens<Value, 1, 4>(problem, device, stream);
     if (geometry.bn == 4 && aligned && kept % 2 == 0) return LaunchForTokens<Value, 4, 2>(problem, device, stream);

@@ -5,16 +5,17 @@
 // A lane owns kColumns neighbouring columns of one column block and walks down their kept rows in one window (a load is
 // kRows rows of them, contiguous in memory). A kept row yields one number per token, its sum over the lane's columns,
 // which is added to the lane's own copy of the window, float [row][lane][kTokens] in shared memory: lanes never share a
-// word or a bank whatever rows they hold, so there is nothing to order and there are no atomics. After the last column the copies
-// of all lanes, warps and blocks of the cluster are added in a fixed order.
+// word or a bank whatever rows they hold, so there is nothing to order and there are no atomics. After the last column
+// the copies of all lanes, warps and blocks of the cluster are added in a fixed order.
 //
-// A block of threads owns one window (its rows of dx) and a share of the column tiles (32 * kColumns columns), which its
-// warps take in turn; a cluster of `splits` blocks shares a window. Values travel through a lane-private ring as in
+// A block of threads owns one window (its rows of dx) and a share of the column tiles (32 * kColumns columns), which
+// its warps take in turn; a cluster of `splits` blocks shares a window. Values travel through a lane-private ring as in
 // block_simt.cuh, across tiles.
 // Grid: (windows * splits, token tiles, batch), clusters of `splits` along x.
 //
-// Windows of more rows than fit (large bk, long windows) are cut into segments of whole units, or of rows of one unit; the
-// grid then counts segments, and lanes find their first kept row of a segment from the mask (kWhole is false: slower).
+// Windows of more rows than fit (large bk, long windows) are cut into segments of whole units, or of rows of one unit;
+// the grid then counts segments, and lanes find their first kept row of a segment from the mask (kWhole is false:
+// slower).
 //
 // Shared memory, bytes:
 //   0                              ring    kWarps * kStages * 32 * kLoadBytes
@@ -89,7 +90,8 @@ struct GTile {
       }
     });
   }
-  __device__ __forceinline__ void ReadAhead(const Operand& g, int64_t first, int64_t pitch, int tokens, int64_t columns) {
+  __device__ __forceinline__ void ReadAhead(const Operand& g, int64_t first, int64_t pitch, int tokens,
+                                            int64_t columns) {
 #pragma unroll
     for (int t = 0; t < C::kTokens; ++t) {
       const int64_t at = first + t * pitch;
@@ -140,20 +142,23 @@ __global__ void __launch_bounds__(C::kThreads, 2) TransposedKernel(Problem probl
   constexpr int kPitch = kWarpSize * C::kTokens;
   const int columns_stored = static_cast<int>(geometry.out_blocks) * geometry.bn;
 
+  auto block_of = [&](int column) { return geometry.bn == 1 ? column : column / geometry.bn; };
   auto values_of = [&](int tile) {
     const int column = tile * C::kTileColumns + lane * C::kColumns;
-    const int block = column / geometry.bn;
+    const int block = block_of(column);
     return values + int64_t{block} * kept * geometry.bn + (column - block * geometry.bn);
   };
-  auto active = [&](int tile) { return tile < tile_end && tile * C::kTileColumns + lane * C::kColumns < columns_stored; };
+  auto active = [&](int tile) {
+    return tile < tile_end && tile * C::kTileColumns + lane * C::kColumns < columns_stored;
+  };
   auto words_of = [&](int tile) {
-    return mask + static_cast<int64_t>((tile * C::kTileColumns + lane * C::kColumns) / geometry.bn) * geometry.mask_words;
+    return mask + int64_t{block_of(tile * C::kTileColumns + lane * C::kColumns)} * geometry.mask_words;
   };
   GTile<C> g;
   auto g_at = [&](int tile) { return g_first + tile * C::kTileColumns + lane * C::kColumns; };
   auto g_left = [&](int tile) { return geometry.out_features - (tile * C::kTileColumns + lane * C::kColumns); };
   // One load of values, kRows rows whose places in the lane's copy are `at`.
-  auto accumulate = [&](const SimtLoad<C>& now, float* const (&at)[C::kRows]) {
+  auto accumulate = [&](const SimtLoad<C>& now, float* const(&at)[C::kRows]) {
     float sum[C::kRows][C::kTokens];
 #pragma unroll
     for (int r = 0; r < C::kRows; ++r) LoadTokens(sum[r], at[r]);
@@ -173,7 +178,8 @@ __global__ void __launch_bounds__(C::kThreads, 2) TransposedKernel(Problem probl
   if constexpr (kWhole) {
     // Tiles of a warp: tile_begin + warp, every kWarps-th; only the last may have idle lanes.
     int tile = tile_begin + warp, read_tile = tile, read_left = kept / C::kRows, left = 0;
-    // Unit rows are walked from the last kept row to the first: the highest bit of a mask takes one instruction to find.
+    // Unit rows are walked from the last kept row to the first: the highest bit of a mask takes one instruction to
+    // find.
     const int64_t first_load = C::kUnitRows ? int64_t{kept - C::kRows} * geometry.bn : 0;
     const int to_next = (C::kUnitRows ? -C::kRows : C::kRows) * geometry.bn;
     const Value* source = active(tile) ? values_of(tile) + first_load : values;
@@ -262,8 +268,9 @@ __global__ void __launch_bounds__(C::kThreads, 2) TransposedKernel(Problem probl
     }
   } else {
     static_assert(kWhole || C::kRows == 1, "a segment may begin at any kept row");
-    const int first_unit = plan.rows < geometry.bk ? segment / (geometry.bk / plan.rows + (geometry.bk % plan.rows != 0))
-                                                   : segment * plan.units;
+    const int first_unit = plan.rows < geometry.bk
+                               ? segment / (geometry.bk / plan.rows + (geometry.bk % plan.rows != 0))
+                               : segment * plan.units;
     const int per_unit = (geometry.bk + plan.rows - 1) / plan.rows;
     const int first_row = plan.rows < geometry.bk ? segment % per_unit * plan.rows : 0;
     const int last_row = min(first_row + plan.rows, geometry.bk);
@@ -272,7 +279,8 @@ __global__ void __launch_bounds__(C::kThreads, 2) TransposedKernel(Problem probl
       const uint32_t* words = words_of(tile);
       int rank = 0;
       for (int i = 0; i < first_unit / kMaskBits; ++i) rank += __popc(words[i]);
-      if (first_unit % kMaskBits != 0) rank += __popc(words[first_unit / kMaskBits] & ((1u << first_unit % kMaskBits) - 1));
+      if (first_unit % kMaskBits != 0)
+        rank += __popc(words[first_unit / kMaskBits] & ((1u << first_unit % kMaskBits) - 1));
       const int end_unit = min(first_unit + plan.units, geometry.window_units);
       for (int unit = first_unit; unit < end_unit && rank < geometry.q; ++unit) {
         if ((words[unit / kMaskBits] >> unit % kMaskBits & 1) == 0) continue;

@@ -23,6 +23,7 @@ using Launch = cudaError_t (*)(const Problem& problem, cudaStream_t stream);
 struct Kernel {
   std::string_view name;
   Launch launch;
+  bool feature_major = false;  // x, g, y and dx are [batch, features, tokens] in memory, not [batch, tokens, features]
 };
 
 // simple_*.cu: every pattern, shape and dtype, float32 (or int32) arithmetic on CUDA cores.
@@ -37,19 +38,33 @@ cudaError_t BlockWgmmaSpmm(const Problem& problem, cudaStream_t stream);
 // block_few_tokens.cu: 1 to 128 tokens, bfloat16 or float16, bn a multiple of 16, on tensor cores.
 // block_simt.cu: few tokens, float32 arithmetic, any block and weight dtype but int8 activations.
 // few_tokens_t.cu: the transposed product for few tokens, every pattern and block.
+// block_t_mma.cu: the same on tensor cores, vector-wise bfloat16 or float16, bn a multiple of 64, q at most 16.
 cudaError_t BlockMmaSpmm(const Problem& problem, cudaStream_t stream);
 cudaError_t BlockSimtSpmm(const Problem& problem, cudaStream_t stream);
 cudaError_t FewTokensSpmmT(const Problem& problem, cudaStream_t stream);
+cudaError_t BlockMmaSpmmT(const Problem& problem, cudaStream_t stream);
+
+// Element-wise weights (block 1x1, windows of 32). ew_spmv.cu: one to four tokens, any dtypes, on CUDA cores.
+// ew_few_tokens.cu: bfloat16 or float16 x, on tensor cores: EwFewTokens to 32 tokens, EwSparse24 (2 of every 4) to 64.
+cudaError_t EwSpmv(const Problem& problem, cudaStream_t stream);
+cudaError_t EwFewTokens(const Problem& problem, cudaStream_t stream);
+cudaError_t EwSparse24(const Problem& problem, cudaStream_t stream);
 
 inline constexpr Kernel kSpmmKernels[] = {
     {"simple", SimpleSpmm},
     {"block_mma", BlockMmaSpmm},
     {"block_simt", BlockSimtSpmm},
+    {"ew_spmv", EwSpmv},
+    {"ew_few_tokens", EwFewTokens},
+    {"ew_sparse24", EwSparse24},
+    // Feature-major:
+    {"block_wgmma", BlockWgmmaSpmm, true},
 };
 
 inline constexpr Kernel kSpmmTKernels[] = {
     {"simple", SimpleSpmmT},
     {"few_t", FewTokensSpmmT},
+    {"block_t_mma", BlockMmaSpmmT},
 };
 
 inline constexpr Kernel kSddmmKernels[] = {

@@ -21,7 +21,9 @@ __device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
 __device__ __forceinline__ void BarrierInit(uint32_t barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
-__device__ __forceinline__ void BarrierInitFence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void BarrierInitFence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 __device__ __forceinline__ void BarrierArrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -47,11 +49,10 @@ __device__ __forceinline__ void BarrierWait(uint32_t barrier, uint32_t parity) {
 // Whether the phase has ended; does not wait.
 __device__ __forceinline__ bool BarrierTest(uint32_t barrier, uint32_t parity) {
   uint32_t done;
-  asm volatile(
-      "{ .reg .pred done; mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2; selp.u32 %0, 1, 0, done; }"
-      : "=r"(done)
-      : "r"(barrier), "r"(parity)
-      : "memory");
+  asm volatile("{ .reg .pred done; mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2; selp.u32 %0, 1, 0, done; }"
+               : "=r"(done)
+               : "r"(barrier), "r"(parity)
+               : "memory");
   return done != 0;
 }
 
@@ -103,8 +104,8 @@ __device__ __forceinline__ void PrefetchTensorMap(const CUtensorMap* map) {
 // Box at (c0, c1, c2) of a 3-axis map -> shared memory; elements outside the tensor are zeros and count as bytes.
 __device__ __forceinline__ void LoadBox(uint32_t to, const CUtensorMap* map, uint32_t barrier, int c0, int c1, int c2) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
-          to),
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::
+          "r"(to),
       "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2)
       : "memory");
 }
@@ -168,9 +169,9 @@ inline cudaError_t EncodeTensorMap(const TensorMapSpec& spec, CUtensorMap* map) 
   for (int i = 0; i < spec.axes; ++i) sizes[i] = spec.sizes[i];
   for (int i = 0; i + 1 < spec.axes; ++i) strides[i] = spec.strides[i];
   const CUresult result =
-      encode(map, spec.dtype, static_cast<cuuint32_t>(spec.axes), const_cast<void*>(spec.data), sizes, strides, spec.box,
-             steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      encode(map, spec.dtype, static_cast<cuuint32_t>(spec.axes), const_cast<void*>(spec.data), sizes, strides,
+             spec.box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 

@@ -42,28 +42,30 @@ __device__ __forceinline__ void MmaWait() {
 }
 
 // Operand lists: NMS_Rn names operands %0 ... %n-1 in the template, NMS_D8(i) binds d[i] ... d[i + 7].
-#define NMS_D8(i)                                                                                               \
+#define NMS_D8(i)                                                                                             \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
 #define NMS_D32(i) NMS_D8(i), NMS_D8(i + 8), NMS_D8(i + 16), NMS_D8(i + 24)
-#define NMS_R10(t)                                                                                         \
-  "%" #t "0,%" #t "1,%" #t "2,%" #t "3,%" #t "4,%" #t "5,%" #t "6,%" #t "7,%" #t "8,%" #t "9"
+#define NMS_R10(t) "%" #t "0,%" #t "1,%" #t "2,%" #t "3,%" #t "4,%" #t "5,%" #t "6,%" #t "7,%" #t "8,%" #t "9"
 #define NMS_R32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9," NMS_R10(1) "," NMS_R10(2) ",%30,%31"
-#define NMS_R64 \
-  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9," NMS_R10(1) "," NMS_R10(2) "," NMS_R10(3) "," NMS_R10(4) "," NMS_R10(5) ",%60,%61,%62,%63"
-#define NMS_R128                                                                                                 \
+#define NMS_R64                                                                                         \
+  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9," NMS_R10(1) "," NMS_R10(2) "," NMS_R10(3) "," NMS_R10(4) "," NMS_R10( \
+      5) ",%60,%61,%62,%63"
+#define NMS_R128 \
   "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9," NMS_R10(1) "," NMS_R10(2) "," NMS_R10(3) "," NMS_R10(4) "," NMS_R10(5) ","  \
   NMS_R10(6) "," NMS_R10(7) "," NMS_R10(8) "," NMS_R10(9) "," NMS_R10(10) "," NMS_R10(11)                      \
   ",%120,%121,%122,%123,%124,%125,%126,%127"
 // The last two flags say that both operands are MN-major.
-#define NMS_WGMMA(n, type, registers, a, b, flag, ...)                                                        \
-  asm volatile("{ .reg .pred accumulate; setp.ne.b32 accumulate, %" #flag ", 0;\n"                            \
+#define NMS_WGMMA(n, type, registers, a, b, flag, ...)                                                           \
+  asm volatile("{ .reg .pred accumulate; setp.ne.b32 accumulate, %" #flag                                        \
+               ", 0;\n"                                                                                          \
                "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" registers "}, %" #a ", %" #b \
-               ", accumulate, 1, 1, 1, 1; }\n"                                                                \
-               : __VA_ARGS__                                                                                  \
+               ", accumulate, 1, 1, 1, 1; }\n"                                                                   \
+               : __VA_ARGS__                                                                                     \
                : "l"(a_descriptor), "l"(b_descriptor), "r"(accumulate))
 
-// d = a b (+ d where `accumulate` is not 0). T: __nv_bfloat16 or __half. Asynchronous: fence before, commit and wait after.
+// d = a b (+ d where `accumulate` is not 0). T: __nv_bfloat16 or __half. Asynchronous: fence before, commit and wait
+// after.
 template <class T, int kN>
 __device__ __forceinline__ void Mma(float (&d)[kN / 2], uint64_t a_descriptor, uint64_t b_descriptor, int accumulate) {
   static_assert(kN == 64 || kN == 128 || kN == 256, "only the token tiles in use are spelled out");

@@ -11,7 +11,8 @@ from jax import lax
 
 from jax_nmsparse import dispatch, ops
 from jax_nmsparse.array import NMSparse
-from jax_nmsparse.dispatch import Call, Choice
+from jax_nmsparse.dispatch import Choice
+from jax_nmsparse.kernels import Call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Ceilings:
 
     bandwidth: float
     flops: dict[str, float]
+    capability: str | None = None
 
 
 DEVICES: dict[str, Ceilings] = {
@@ -34,6 +36,7 @@ DEVICES: dict[str, Ceilings] = {
             "int8": 900e12,
             "float8_e4m3fn": 1400e12,
         },
+        capability="9.0",
     ),
 }
 """Ceilings by `device_kind`."""
@@ -187,7 +190,8 @@ def explain(
         raise ValueError(f"explain: op is {op!r}, expected 'spmm', 'spmm_t' or 'sddmm'")
     call = _make_call(op, x, w, precision, preferred_element_type)
     platform, kind = _device(device)
-    choice = dispatch.choose(call, platform, implementation)
+    ceilings = DEVICES.get(kind)
+    choice = dispatch.choose(call, platform, implementation, ceilings.capability if ceilings else None)
     layout, size = call.layout, jnp.dtype(call.values_dtype).itemsize
     kept = call.batch * layout.values_bytes(jnp.int8)
     features = {"spmm": layout.in_features, "spmm_t": layout.out_features, "sddmm": layout.in_features}[op]
@@ -198,7 +202,6 @@ def explain(
     values_bytes, mask_bytes = kept * size, call.batch * layout.mask_bytes()
     kept_flops, dense_flops = 2 * call.tokens * kept, 2 * call.tokens * dense
     floor = dense_floor = None
-    ceilings = DEVICES.get(kind)
     if ceilings is not None:
         rate = _rate(call, ceilings)
         moved = values_bytes + mask_bytes + activations

@@ -14,7 +14,8 @@ from jax import lax
 from jax.interpreters import mlir
 
 from jax_nmsparse import dispatch, native, reference, sharding
-from jax_nmsparse.dispatch import Call, Choice, Kernel
+from jax_nmsparse.dispatch import Choice
+from jax_nmsparse.kernels import Call, Kernel
 from jax_nmsparse.layout import Layout
 from jax_nmsparse.primitives import nm_sddmm_p, nm_spmm_p, nm_spmm_t_p, split_extras
 
@@ -67,7 +68,12 @@ def _native(op: str, kernel: Kernel, call: Call, activation: str | None):
 
     def run(*operands):
         operands = [jnp.zeros((0,), jnp.float32) if o is None else o for o in operands]
-        return jax.ffi.ffi_call(target, results)(*operands, **attributes)[0]
+        layouts = {}
+        if kernel.feature_major:
+            # [batch, tokens, features] with tokens innermost in memory; the rest as it is.
+            layouts["input_layouts"] = [(0, 2, 1), *(tuple(range(o.ndim)) for o in operands[1:])]
+            layouts["output_layouts"] = [(0, 2, 1), (0,)]
+        return jax.ffi.ffi_call(target, results, **layouts)(*operands, **attributes)[0]
 
     return run
 

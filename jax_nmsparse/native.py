@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import pathlib
 
@@ -46,3 +47,12 @@ def _load(implementation: str) -> NativeModule:
 
 MODULES: dict[str, NativeModule] = {implementation: _load(implementation) for implementation in _PLATFORMS}
 """The native modules by implementation, loaded when the package is imported."""
+
+
+@functools.cache
+def cuda_capability() -> str | None:
+    """Compute capability of the GPUs that JAX sees ("9.0"); None where there is none, or they differ."""
+    if jax.default_backend() != "gpu":
+        return None
+    found = {getattr(d, "compute_capability", None) for d in jax.local_devices()}
+    return found.pop() if len(found) == 1 else None

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 from jax_nmsparse import dispatch, primitives, reference
 from jax_nmsparse import lowering as _lowering  # noqa: F401  (registers the lowerings)
 from jax_nmsparse.array import NMSparse
-from jax_nmsparse.dispatch import Call
+from jax_nmsparse.kernels import Call
 
 _FLOAT_DTYPES = tuple(jnp.dtype(d) for d in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64, jnp.float8_e4m3fn))
 _RESULT_DTYPES = (*_FLOAT_DTYPES[:-1], jnp.dtype(jnp.int32))

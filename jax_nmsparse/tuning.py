@@ -1,8 +1,8 @@
 """Measured times, as data, and the nearest of them to a call.
 
-`dispatch_table.json` holds times of every implementation at the sizes where they were measured (``python -m
-benchmarks.run --tune`` writes it). A call takes what was fastest at the nearest measured point, in octaves: the sum of the
-absolute logarithms (base 2) of the ratios of tokens, in_features, out_features, density and block sizes.
+`dispatch_table.json` holds times of every implementation at the sizes where they were measured; ``python -m
+benchmarks.run --tune`` writes it. A call takes what was fastest at the nearest measured point, in octaves: the sum of
+the absolute logarithms (base 2) of the ratios of tokens, in_features, out_features, density and block sizes.
 """
 
 from __future__ import annotations
@@ -83,6 +83,8 @@ def nearest(
     points = [
         p
         for p in table(implementation)
-        if (p.op, p.dtype, p.exact, p.pattern.is_elementwise) == (op, dtype, exact, pattern.is_elementwise)
+        if (p.op, p.dtype, p.pattern.is_elementwise) == (op, dtype, pattern.is_elementwise)
     ]
+    # Where only the other precision was measured, that says more than nothing.
+    points = [p for p in points if p.exact == exact] or points
     return tuple(sorted(points, key=lambda p: p.distance(pattern, max(1, tokens), in_features, out_features)))

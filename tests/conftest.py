@@ -57,3 +57,10 @@ def x64():
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(20231)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _free_compiled_programs():
+    """Thousands of compiled programs would otherwise hold gigabytes."""
+    yield
+    jax.clear_caches()

@@ -87,27 +87,24 @@ def test_no_tail_column_is_dropped(rng, pattern, implementation):
         _assert_exact(got, _wanted(x, g, w))
 
 
-def _ragged_pairs(implementation):
-    if implementation == "cpu":  # a custom call compiles in no time
-        return [(i, o) for i in oracle.RAGGED for o in oracle.RAGGED if i * o < 500_000]
-    return [*zip(oracle.RAGGED, reversed(oracle.RAGGED), strict=True), (1, 1), (65, 65)]
-
-
 @pytest.mark.parametrize("implementation", oracle.IMPLEMENTATIONS[1:])
 @pytest.mark.parametrize("pattern", ["2:4", "8:32/1x8"])
 def test_bias_with_ragged_sizes(rng, pattern, implementation):
-    """Bias on and off; the tokens see an integer bias, so that nothing is rounded."""
-    for in_features, out_features in _ragged_pairs(implementation):
-        w = oracle.draw(rng, (in_features, out_features), pattern)
-        x, bias = oracle.integers(rng, (2, in_features)), oracle.integers(rng, (out_features,))
-        plain, biased = jax.jit(
-            lambda x, w, b: (
-                nms.spmm(x, w, implementation=implementation),
-                nms.spmm(x, w, bias=b, implementation=implementation),
-            )
-        )(x, w, bias)
-        np.testing.assert_array_equal(plain, oracle.spmm(x, w))
-        np.testing.assert_array_equal(biased, oracle.spmm(x, w, bias=bias))
+    """Bias on and off; in_features and out_features of every ragged size, all pairs of them for the CPU kernels."""
+    step = 1 if implementation == "cpu" and pattern == "2:4" else 4
+    for i, in_features in enumerate(oracle.RAGGED):
+        weights = [oracle.draw(rng, (in_features, size), pattern) for size in oracle.RAGGED[i % step :: step]]
+        x, bias = oracle.integers(rng, (2, in_features)), oracle.integers(rng, (max(oracle.RAGGED),))
+
+        def products(x, weights, bias):
+            biases = [b for w in weights for b in (None, bias[: w.out_features])]
+            twice = [w for w in weights for _ in range(2)]
+            return [nms.spmm(x, w, bias=b, implementation=implementation) for w, b in zip(twice, biases, strict=True)]
+
+        got = jax.jit(products)(x, weights, bias)
+        for w, plain, biased in zip(weights, got[::2], got[1::2], strict=True):
+            np.testing.assert_array_equal(plain, oracle.spmm(x, w))
+            np.testing.assert_array_equal(biased, oracle.spmm(x, w, bias=bias[: w.out_features]))
 
 
 @pytest.mark.parametrize("implementation", oracle.IMPLEMENTATIONS)
@@ -179,18 +176,14 @@ def test_preferred_element_type(rng, x64):
     np.testing.assert_array_equal(y, oracle.spmm(x16, w16).astype(np.float16))
 
 
-def test_half_types_are_summed_in_float32(rng):
-    """2048 ones and a half: float16 sums would stop at 2048, bfloat16 ones at 256."""
-    dense = np.zeros((8192, 1), np.float32)
-    dense[::4] = 1
-    dense[1::4] = 0.25
-    for dtype in (jnp.bfloat16, jnp.float16):
-        w = nms.NMSparse.fromdense(jnp.asarray(dense, dtype), "2:4")
-        for implementation in oracle.IMPLEMENTATIONS:
-            y = nms.spmm(
-                jnp.ones((1, 8192), dtype), w, preferred_element_type=jnp.float32, implementation=implementation
-            )
-            assert y[0, 0] == 2048 * 1.25, (dtype, implementation)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_types_are_summed_in_float32(dtype):
+    """2304 ones: a sum in float16 would stop at 2048, one in bfloat16 at 256."""
+    dense = np.where(np.arange(4608)[:, None] % 4 < 2, 1, 0).astype(dtype)
+    w = nms.NMSparse.fromdense(dense, "2:4")
+    for implementation in oracle.IMPLEMENTATIONS:
+        y = nms.spmm(np.ones((1, 4608), dtype), w, preferred_element_type=jnp.float32, implementation=implementation)
+        assert y[0, 0] == 2304, implementation
 
 
 @pytest.mark.parametrize("implementation", oracle.IMPLEMENTATIONS)
@@ -266,7 +259,7 @@ def test_slices_of_a_larger_buffer(rng, implementation):
         np.testing.assert_array_equal(y, x[i, 1:, 1:34] @ oracle.dense(stack)[i])
 
 
-@hypothesis.settings(max_examples=12)
+@hypothesis.settings(max_examples=8)
 @given(st.integers(1, 70), st.integers(1, 40), st.sampled_from(["2:4", "3:5", "2:4/1x4"]))
 def test_ragged_shapes(in_features, out_features, pattern):
     rng = np.random.default_rng(in_features * 100 + out_features)

@@ -2,8 +2,8 @@
 //
 //   spmm    y[t][:] += x[t][k] * W[k][:]        a matrix product whose rows of W are contiguous and whose columns of x
 //                                               are picked: `tokens` x `vectors` sums in registers
-//   spmm_t  dx[t][k] += sum of W[k][:] * g[t][:]  the lanes of sixteen (or a vector's worth of) rows added by a butterfly
-//   sddmm   dW[k][:]  = sum over t of x[t][k] * g[t][:]   rows x vectors sums in registers over all tokens
+//   spmm_t  dx[t][k] += sum of W[k][:] * g[t][:]  the lanes of sixteen (or a vector's worth of) rows added by a
+//   butterfly sddmm   dW[k][:]  = sum over t of x[t][k] * g[t][:]   rows x vectors sums in registers over all tokens
 //
 // Activations are first copied, as accumulator type, to rows with a stride that spreads tokens over the sets of the
 // first-level cache. Weights are read in the order of memory. Every sum runs in one order, whoever computes it.
@@ -15,58 +15,6 @@
 namespace nmsparse {
 namespace NMS_ISA {
 namespace {
-
-// The tokens of a round, row by row: [entry][token][stride], zeros from `features` to the stride.
-template <typename Acc>
-class Rows {
- public:
-  Rows(const Round& round, int64_t features, int64_t padded)
-      : round_(round),
-        features_(features),
-        // An odd number of cache lines.
-        stride_(RoundUp(padded + kLanes<Acc>, 128 / sizeof(Acc)) + 64 / static_cast<int64_t>(sizeof(Acc))),
-        scratch_(round.entries * round.tokens * stride_ * static_cast<int64_t>(sizeof(Acc))) {}
-
-  explicit operator bool() const { return static_cast<bool>(scratch_); }
-  int64_t stride() const { return stride_; }
-  Acc* row(int64_t entry, int64_t token) const {
-    return reinterpret_cast<Acc*>(scratch_.bytes()) + (entry * round_.tokens + token) * stride_;
-  }
-
-  void Fill(const Geometry& geometry, const Operand& in, Parallel& parallel) {
-    parallel.For(round_.entries * round_.tokens, [&](int64_t i, int) {
-      const int64_t entry = i / round_.tokens, token = i % round_.tokens;
-      const int64_t from =
-          ((round_.first_entry + entry) * geometry.tokens + round_.first_token + token) * features_;
-      switch (in.dtype) {
-        case DType::kF32:
-          return Copy(static_cast<const float*>(in.data) + from, row(entry, token));
-        case DType::kF64:
-          return Copy(static_cast<const double*>(in.data) + from, row(entry, token));
-        case DType::kBF16:
-          return Copy(static_cast<const BF16*>(in.data) + from, row(entry, token));
-        case DType::kF16:
-          return Copy(static_cast<const F16*>(in.data) + from, row(entry, token));
-        case DType::kS8:
-          return Copy(static_cast<const int8_t*>(in.data) + from, row(entry, token));
-        default:
-          return;
-      }
-    });
-  }
-
- private:
-  template <typename T>
-  void Copy(const T* in, Acc* out) const {
-    for (int64_t k = 0; k < stride_; k += kLanes<Acc>) {
-      Store(out + k, k < features_ ? LoadFirst<Acc>(in + k, features_ - k) : Vec<Acc>{});
-    }
-  }
-
-  Round round_;
-  int64_t features_, stride_;
-  Scratch scratch_;
-};
 
 // Whole vectors of a block's columns as far as they go, then one that is cut.
 template <typename Acc, typename V, int vectors, bool whole>

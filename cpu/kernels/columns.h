@@ -22,10 +22,10 @@ constexpr int kPositionBytes = 256;
 inline void Positions(const uint32_t* words, const Geometry& geometry, uint8_t* positions) {
   const int units = geometry.window_units;
 #if defined(__AVX512VBMI2__)
-  alignas(64) static constexpr uint8_t kIota[64] = {
-      0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21,
-      22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43,
-      44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63};
+  alignas(64) static constexpr uint8_t kIota[64] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
+                                                    16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31,
+                                                    32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47,
+                                                    48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63};
   if (units <= 32) {
     const __m256i iota = _mm256_load_si256(reinterpret_cast<const __m256i*>(kIota));
     const __m256i last = _mm256_set1_epi8(static_cast<char>(units - 1));
@@ -118,7 +118,8 @@ class Packer {
         offsets += q;
       } else {
         for (int j = 0; j < q; ++j) {
-          for (int r = 0; r < bk; ++r) *offsets++ = base + positions[j] * unit_step + static_cast<uint32_t>(r * row_step_);
+          for (int r = 0; r < bk; ++r)
+            *offsets++ = base + positions[j] * unit_step + static_cast<uint32_t>(r * row_step_);
         }
       }
     }
@@ -154,7 +155,8 @@ void FillTile(const T* in, int64_t features, int64_t tokens, int64_t first, int6
     for (int t = 0; t < width; t += lanes) {
       Vec<Acc> rows[lanes];
       for (int i = 0; i < lanes; ++i) {
-        rows[i] = t + i < tokens && f < features ? LoadFirst<Acc>(in + (t + i) * features + f, features - f) : Vec<Acc>{};
+        rows[i] =
+            t + i < tokens && f < features ? LoadFirst<Acc>(in + (t + i) * features + f, features - f) : Vec<Acc>{};
       }
       Transpose<Acc>(rows);
       for (int i = 0; i < lanes && f + i < last; ++i) Store(tile + (f + i) * width + t, rows[i]);

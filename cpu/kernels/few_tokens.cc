@@ -1,8 +1,8 @@
-// Element-wise weights and few tokens (4 for spmm, 8 for spmm_t, 32 for sddmm), with AVX-512: bytes decide, so weights and mask are read once, in the
-// order of memory, and nothing is gathered from memory.
+// Element-wise weights and few tokens (4 for spmm, 8 for spmm_t, 32 for sddmm), with AVX-512: bytes decide, so weights
+// and mask are read once, in the order of memory, and nothing is gathered from memory.
 //
-// A window of x is 32 floats, two registers. VPCOMPRESSB turns a mask word into the positions of its kept weights; a run
-// of columns is decoded at a time, so that position n belongs to value n of the run (n = column * q + j). Then, for
+// A window of x is 32 floats, two registers. VPCOMPRESSB turns a mask word into the positions of its kept weights; a
+// run of columns is decoded at a time, so that position n belongs to value n of the run (n = column * q + j). Then, for
 // sixteen kept weights at once,
 //   spmm    acc[n] += x[position[n]] * value[n]   VPERMT2PS looks x up; acc in the first-level cache, summed over each
 //                                                 column's q entries only after the last window
@@ -74,8 +74,8 @@ class FloatRows {
 // Positions of columns [0, columns) of a window, q bytes each. The stores overlap, which also drops the extra bits of a
 // corrupt word; where bits are missing the window's last unit is taken.
 NMS_INLINE void RunPositions(const uint32_t* mask, int64_t columns, const Geometry& geometry, uint8_t* positions) {
-  const __m256i iota = _mm256_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22,
-                                        23, 24, 25, 26, 27, 28, 29, 30, 31);
+  const __m256i iota = _mm256_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21,
+                                        22, 23, 24, 25, 26, 27, 28, 29, 30, 31);
   const __m256i last = _mm256_set1_epi8(static_cast<char>(geometry.window_units - 1));
   const uint32_t window_mask = WindowMask(geometry);
   for (int64_t c = 0; c < columns; ++c, positions += geometry.q) {

@@ -127,7 +127,7 @@ class SampledTokenLanes {
       Vec<Acc> rows[kLane];
 #pragma GCC unroll 16
       for (int l = 0; l < kLane; ++l) rows[l] = Load(products + (i + l) * kLane);
-      Store(sums + i, Load(sums + i) + SumLanes<Acc>(rows));
+      StoreFirst(sums + i, Load(sums + i) + SumLanes<Acc>(rows), count - i);
     }
   }
 
@@ -137,8 +137,7 @@ class SampledTokenLanes {
     const int64_t bn = geometry.bn;
     const int64_t columns = Min(geometry.out_features - block * bn, bn);
     const int64_t rows = geometry.in_features - window * geometry.rows_per_window();
-    const int64_t index =
-        batch * geometry.values_count() + (window * geometry.out_blocks + block) * kept_ * bn;
+    const int64_t index = batch * geometry.values_count() + (window * geometry.out_blocks + block) * kept_ * bn;
     const bool ragged = IsRagged(window);
     for (int64_t c = 0; (ragged || columns < bn) && c < bn; ++c) {
       for (int64_t i = 0; i < kept_; ++i) {

@@ -179,10 +179,10 @@ NMS_INLINE Vec<T> Splat(T v) {
 }
 
 #if defined(__AVX512F__)
-NMS_INLINE Vec<float> FromBF16(__m256i v) {
-  return (Vec<float>)_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16);
+NMS_INLINE Vec<float> FromBF16(__m256i v) { return (Vec<float>)_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16); }
+NMS_INLINE __mmask16 First(int64_t count) {
+  return static_cast<__mmask16>(_bzhi_u32(0xffffu, static_cast<uint32_t>(count)));
 }
-NMS_INLINE __mmask16 First(int64_t count) { return static_cast<__mmask16>(_bzhi_u32(0xffffu, static_cast<uint32_t>(count))); }
 #endif
 
 // kLanes<Acc> elements from p, converted.
@@ -203,8 +203,8 @@ NMS_INLINE Vec<Acc> LoadAs(const T* p) {
     }
 #elif defined(__AVX2__)
     if constexpr (std::is_same_v<Acc, float> && std::is_same_v<T, BF16>) {
-      return (Vec<float>)_mm256_slli_epi32(
-          _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16);
+      return (Vec<float>)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
+                                           16);
     } else if constexpr (std::is_same_v<Acc, float> && std::is_same_v<T, F16>) {
       return (Vec<float>)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     } else if constexpr (std::is_same_v<Acc, float> && std::is_same_v<T, int8_t>) {
@@ -292,7 +292,8 @@ NMS_INLINE void StoreAs(const Result& result, int64_t index, Vec<Acc> v, int64_t
       for (int64_t i = 0; i < count; ++i) static_cast<F16*>(result.data)[index + i] = ToF16(static_cast<float>(v[i]));
       return;
     case DType::kS32:
-      if constexpr (std::is_same_v<Acc, int32_t>) return StoreFirst(static_cast<int32_t*>(result.data) + index, v, count);
+      if constexpr (std::is_same_v<Acc, int32_t>)
+        return StoreFirst(static_cast<int32_t*>(result.data) + index, v, count);
       for (int64_t i = 0; i < count; ++i) static_cast<int32_t*>(result.data)[index + i] = ToInt32(v[i]);
       return;
     default:

@@ -1,7 +1,7 @@
 // dx = g Wᵀ, tokens in lanes.
 //
-// A task owns (batch entry, tile, a few windows): its dxT [rows][width] stays in the first-level cache while the columns
-// pass by once, gT [out_features][width] in registers:
+// A task owns (batch entry, tile, a few windows): its dxT [rows][width] stays in the first-level cache while the
+// columns pass by once, gT [out_features][width] in registers:
 //   dxT[k][:] += v * gT[c][:]      over the kept weights (k, v) of column c
 // Columns of one block have the same k and are added together, so that dxT[k] is loaded and stored once for all.
 #include "cpu/kernels/column_lanes.h"

@@ -1,4 +1,5 @@
-// Sizes shared by the kernels that keep tokens in lanes, and their scratch memory.
+// Activations in scratch memory, as accumulator type: in tiles for the kernels that keep tokens in lanes, in rows for
+// those that keep columns there.
 #ifndef JAX_NMSPARSE_CPU_KERNELS_TILING_H_
 #define JAX_NMSPARSE_CPU_KERNELS_TILING_H_
 
@@ -21,7 +22,8 @@ constexpr int64_t kTokensAtOnce = 256;
 // Memory that is aligned for vectors and freed with its owner; null where there is none to be had.
 class Scratch {
  public:
-  explicit Scratch(int64_t bytes) : data_(std::aligned_alloc(64, static_cast<size_t>(RoundUp(bytes < 64 ? 64 : bytes, 64)))) {}
+  explicit Scratch(int64_t bytes)
+      : data_(std::aligned_alloc(64, static_cast<size_t>(RoundUp(bytes < 64 ? 64 : bytes, 64)))) {}
   ~Scratch() { std::free(data_); }
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
@@ -61,21 +63,6 @@ inline bool DispatchTypes(DType x, DType values, F&& f) {
   }
 }
 
-inline int64_t ByteSize(DType dtype) {
-  switch (dtype) {
-    case DType::kF64:
-      return 8;
-    case DType::kF32:
-    case DType::kS32:
-      return 4;
-    case DType::kF16:
-    case DType::kBF16:
-      return 2;
-    default:
-      return 1;
-  }
-}
-
 // What is handled between two barriers: a few batch entries, and of each the same tokens. Bounds the scratch memory.
 struct Round {
   int64_t first_entry, entries;
@@ -85,6 +72,7 @@ struct Round {
 // Calls f(Round) until all tokens of all batch entries had their turn; stops at the first status that is not kOk.
 template <typename F>
 inline Status ForRounds(const Geometry& geometry, int width, F&& f) {
+  if (geometry.tokens == 0) return Status::kOk;
   const int64_t tokens = Min(geometry.tokens, RoundUp(kTokensAtOnce, width));
   const int64_t entries = Max<int64_t>(1, kTokensAtOnce / RoundUp(tokens, width));
   for (int64_t b = 0; b < geometry.batch; b += entries) {
@@ -140,6 +128,57 @@ class Tiles {
   int64_t rows_;
   int width_;
   int64_t count_;
+  Scratch scratch_;
+};
+
+// The tokens of a round, row by row: [entry][token][stride], zeros from `features` to the stride.
+template <typename Acc>
+class Rows {
+ public:
+  Rows(const Round& round, int64_t features, int64_t padded)
+      : round_(round),
+        features_(features),
+        // An odd number of cache lines.
+        stride_(RoundUp(padded + kLanes<Acc>, 128 / sizeof(Acc)) + 64 / static_cast<int64_t>(sizeof(Acc))),
+        scratch_(round.entries * round.tokens * stride_ * static_cast<int64_t>(sizeof(Acc))) {}
+
+  explicit operator bool() const { return static_cast<bool>(scratch_); }
+  int64_t stride() const { return stride_; }
+  Acc* row(int64_t entry, int64_t token) const {
+    return reinterpret_cast<Acc*>(scratch_.bytes()) + (entry * round_.tokens + token) * stride_;
+  }
+
+  void Fill(const Geometry& geometry, const Operand& in, Parallel& parallel) {
+    parallel.For(round_.entries * round_.tokens, [&](int64_t i, int) {
+      const int64_t entry = i / round_.tokens, token = i % round_.tokens;
+      const int64_t from = ((round_.first_entry + entry) * geometry.tokens + round_.first_token + token) * features_;
+      switch (in.dtype) {
+        case DType::kF32:
+          return Copy(static_cast<const float*>(in.data) + from, row(entry, token));
+        case DType::kF64:
+          return Copy(static_cast<const double*>(in.data) + from, row(entry, token));
+        case DType::kBF16:
+          return Copy(static_cast<const BF16*>(in.data) + from, row(entry, token));
+        case DType::kF16:
+          return Copy(static_cast<const F16*>(in.data) + from, row(entry, token));
+        case DType::kS8:
+          return Copy(static_cast<const int8_t*>(in.data) + from, row(entry, token));
+        default:
+          return;
+      }
+    });
+  }
+
+ private:
+  template <typename T>
+  void Copy(const T* in, Acc* out) const {
+    for (int64_t k = 0; k < stride_; k += kLanes<Acc>) {
+      Store(out + k, k < features_ ? LoadFirst<Acc>(in + k, features_ - k) : Vec<Acc>{});
+    }
+  }
+
+  Round round_;
+  int64_t features_, stride_;
   Scratch scratch_;
 };
 

@@ -4,7 +4,8 @@
 //
 // Every kernel of cuda/kernels.h runs on the same problems (Problems() below): all patterns, dtype pairs and result
 // dtypes, ragged sizes, tails, batches, epilogues, unaligned buffers, NaN and infinities, masks with surplus or missing
-// bits. A kernel may decline a problem (cudaErrorNotSupported), but not all of them. For each problem
+// bits. A kernel may decline a problem (cudaErrorNotSupported), but not all of them. Feature-major kernels get x and g
+// and give y and dx as [batch, features, tokens]. For each problem
 //   * the result, its surroundings and the workspace are poisoned with NaN first; the surroundings must stay poisoned;
 //   * the launch runs twice, directly and captured into a CUDA graph: the bits must agree;
 //   * where the reference is exact (data are multiples of 1/4, so every float32 sum is exact) the result must be exact.
@@ -85,8 +86,15 @@ class Device {
 Problem Upload(const Case& c, const Instance& s, const Kernel& kernel, Device& device) {
   Problem problem;
   problem.geometry = s.geometry;
-  problem.x = device.Copy(s.x, c.offset);
-  problem.g = device.Copy(s.g, c.offset);
+  const auto copy = [&](const HostArray& array, int64_t features) {
+    if (!kernel.feature_major) return device.Copy(array, c.offset);
+    const HostArray transposed = FeatureMajor(array, s.geometry, features);
+    const Operand operand = device.Copy(transposed, c.offset);
+    CHECK(cudaStreamSynchronize(device.stream));  // `transposed` ends here
+    return operand;
+  };
+  problem.x = copy(s.x, s.geometry.in_features);
+  problem.g = copy(s.g, s.geometry.out_features);
   problem.values = device.Copy(s.values, c.offset);
   problem.mask = static_cast<const uint32_t*>(device.Copy(s.mask.data(), s.mask.size() * 4, c.offset * 4));
   if (c.scales) {
@@ -147,8 +155,11 @@ std::string RunCase(const Kernel& kernel, const Case& c, const Instance& s, Devi
     if ((i < begin || i >= begin + bytes) && direct[i] != 0xff) return "wrote outside the result";
   }
   const bool exact = c.data != Data::kReal && c.activation == Activation::kNone;
+  const bool feature_major = kernel.feature_major && c.op != Op::kSddmm;  // dv has the same order for all kernels
+  const int64_t features = c.op == Op::kSpmm ? s.geometry.out_features : s.geometry.in_features;
   for (int64_t i = 0; i < s.result_count; ++i) {
-    const uint8_t* at = direct.data() + begin + i * element;
+    const int64_t place = feature_major ? FeatureMajorIndex(i, s.geometry.tokens, features) : i;
+    const uint8_t* at = direct.data() + begin + place * element;
     const double got = Decode(c.result, at), want = s.expected[i];
     // Masks with too few bits may give other numbers, but every element is written: no poison where data are finite.
     if (c.bits == Bits::kMissing || c.bits == Bits::kAny) {

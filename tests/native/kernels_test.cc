@@ -72,7 +72,8 @@ void Write(DType dtype, char* p, int value) {
     }
     case DType::kF16: {
       const uint16_t half =
-          value == 0 ? 0 : static_cast<uint16_t>((bits >> 16 & 0x8000u) | (((bits & 0x7fffffffu) >> 13) - (112u << 10)));
+          value == 0 ? 0
+                     : static_cast<uint16_t>((bits >> 16 & 0x8000u) | (((bits & 0x7fffffffu) >> 13) - (112u << 10)));
       std::memcpy(p, &half, 2);
       break;
     }
@@ -100,7 +101,8 @@ double Read(DType dtype, const char* p) {
 
 // Exactly as large as asked for, so that the address sanitizer sees the first byte beyond.
 struct Array {
-  Array(DType dtype, int64_t count) : dtype(dtype), count(count), data(new char[static_cast<size_t>(count * Bytes(dtype))]) {}
+  Array(DType dtype, int64_t count)
+      : dtype(dtype), count(count), data(new char[static_cast<size_t>(count * Bytes(dtype))]) {}
   void Fill(std::mt19937& random, std::vector<int>& integers) {
     integers.resize(static_cast<size_t>(count));
     for (int64_t i = 0; i < count; ++i) {
@@ -126,7 +128,8 @@ class Case {
     Geometry& g = problem_.geometry;
     const struct {
       int q, units;
-    } windows[] = {{16, 32}, {8, 32}, {3, 32}, {1, 32}, {31, 32}, {3, 6}, {1, 10}, {32, 64}, {25, 100}, {16, 128}, {127, 128}};
+    } windows[] = {{16, 32}, {8, 32},  {3, 32},   {1, 32},   {31, 32},  {3, 6},
+                   {1, 10},  {32, 64}, {25, 100}, {16, 128}, {127, 128}};
     const struct {
       int bk, bn;
     } blocks[] = {{1, 1}, {1, 1}, {1, 1}, {1, 4}, {1, 32}, {4, 4}, {3, 5}, {2, 1}, {16, 16}, {1, 40}, {1, 128}};
@@ -145,9 +148,9 @@ class Case {
     g.out_blocks = (g.out_features + g.bn - 1) / g.bn;
     const struct {
       DType x, values;
-    } types[] = {{DType::kF32, DType::kF32},   {DType::kF32, DType::kF32},   {DType::kBF16, DType::kBF16},
-                 {DType::kF16, DType::kF16},   {DType::kF64, DType::kF64},   {DType::kS8, DType::kS8},
-                 {DType::kF32, DType::kS8},    {DType::kBF16, DType::kS8},   {DType::kF16, DType::kS8}};
+    } types[] = {{DType::kF32, DType::kF32}, {DType::kF32, DType::kF32}, {DType::kBF16, DType::kBF16},
+                 {DType::kF16, DType::kF16}, {DType::kF64, DType::kF64}, {DType::kS8, DType::kS8},
+                 {DType::kF32, DType::kS8},  {DType::kBF16, DType::kS8}, {DType::kF16, DType::kS8}};
     const auto type = Pick(random_, types);
     x_type_ = type.x;
     values_type_ = type.values;
@@ -159,7 +162,8 @@ class Case {
   std::string Describe() const {
     const Geometry& g = problem_.geometry;
     char text[256];
-    std::snprintf(text, sizeof(text), "batch %d tokens %d in %d out %d, %d of %d, block %dx%d, dtypes %d %d %d, mask %d",
+    std::snprintf(text, sizeof(text),
+                  "batch %d tokens %d in %d out %d, %d of %d, block %dx%d, dtypes %d %d %d, mask %d",
                   static_cast<int>(g.batch), static_cast<int>(g.tokens), static_cast<int>(g.in_features),
                   static_cast<int>(g.out_features), g.q, g.window_units, g.bk, g.bn, static_cast<int>(x_type_),
                   static_cast<int>(values_type_), static_cast<int>(result_type_), static_cast<int>(kind_));
@@ -201,13 +205,15 @@ class Case {
       for (int64_t v = 0; v < g.values_count(); ++v) {
         const int64_t c = v % g.bn, r = v / g.bn % g.bk, j = v / g.bn / g.bk % g.q;
         const int64_t index = v / g.bn / g.bk / g.q, block = index % g.out_blocks, window = index / g.out_blocks;
-        const int64_t unit = positions_[static_cast<size_t>(((b * g.windows + window) * g.out_blocks + block) * g.q + j)];
+        const int64_t unit =
+            positions_[static_cast<size_t>(((b * g.windows + window) * g.out_blocks + block) * g.q + j)];
         const int64_t row = (window * g.window_units + unit) * g.bk + r, column = block * g.bn + c;
         const bool padding = row >= g.in_features || column >= g.out_features;
         const int64_t n = b * g.values_count() + v;
         int64_t sum = 0;
         for (int64_t t = 0; t < g.tokens && !padding; ++t) {
-          const int64_t x_at = (b * g.tokens + t) * g.in_features + row, g_at = (b * g.tokens + t) * g.out_features + column;
+          const int64_t x_at = (b * g.tokens + t) * g.in_features + row,
+                        g_at = (b * g.tokens + t) * g.out_features + column;
           const int64_t xv = xi[static_cast<size_t>(x_at)], gv = gi[static_cast<size_t>(g_at)];
           const int64_t w = vi[static_cast<size_t>(n)];
           want_y[static_cast<size_t>(g_at)] += xv * w;

@@ -171,6 +171,8 @@ inline constexpr Pattern kPatterns[] = {
     {16, 32, 1, 128}, {3, 32, 1, 3},    {16, 32, 4, 4}, {8, 32, 8, 8},   {16, 32, 32, 32},
     {8, 32, 64, 64},  {16, 32, 16, 16}, {3, 7, 3, 5},   {2, 4, 40, 1},   {20, 64, 2, 16},
 };
+inline constexpr Pattern kWidePatterns[] = {{16, 32, 1, 128}, {3, 32, 1, 128}, {5, 20, 1, 64},  {9, 32, 4, 128},
+                                            {8, 32, 8, 64},   {3, 32, 16, 64}, {8, 32, 64, 64}, {5, 32, 128, 128}};
 inline constexpr DType kFloats[] = {DType::kF32, DType::kBF16, DType::kF16};
 inline constexpr int64_t kSizes[] = {1, 31, 33, 63, 65, 127, 129, 1000};
 inline constexpr Op kOps[] = {Op::kSpmm, Op::kSpmmT, Op::kSddmm};
@@ -251,6 +253,26 @@ inline std::vector<Case> Problems(Op op, bool quick) {
     fill(c);
     if (quick) break;
   }
+  // What the feature-major kernels take: 16-bit data, wide columns, whole 16-byte runs of tokens, aligned buffers. The
+  // last is large enough for the largest tiles.
+  for (const Pattern& pattern : kWidePatterns) {
+    for (DType dtype : {DType::kBF16, DType::kF16}) {
+      for (int64_t tokens : {8, 72, 264, 1416}) {
+        if (tokens > 264 && (quick || op != Op::kSpmm || &pattern != kWidePatterns)) continue;
+        Case c;
+        c.pattern = pattern;
+        c.left = c.values = dtype;
+        c.batch = tokens == 72 ? 2 : 1;
+        c.tokens = tokens;
+        c.in_features = tokens > 264 ? 200 : quick ? 100 + random() % 300 : 300 + random() % 1000;
+        c.out_features = tokens > 264 ? 1490 : 50 + random() % 200;
+        c.data = tokens == 8 && random() % 2 ? Data::kSpecial : Data::kExact;
+        fill(c);
+        cases.back().offset = 0;
+        cases.back().result = random() % 2 ? dtype : DType::kF32;
+      }
+    }
+  }
   if (quick) return cases;
   // Tails: token counts, out_features of 1 to 300, sizes around powers of two with the bias on and off.
   for (const Pattern& pattern : {kPatterns[0], kPatterns[11], kPatterns[15], kPatterns[19]}) {
@@ -298,6 +320,24 @@ struct HostArray {
     logical[i] = Decode(dtype, at);
   }
 };
+
+// Where element i of [batch, tokens, features] lies in [batch, features, tokens].
+inline int64_t FeatureMajorIndex(int64_t i, int64_t tokens, int64_t features) {
+  const int64_t feature = i % features, token = i / features % tokens, batch = i / features / tokens;
+  return (batch * features + feature) * tokens + token;
+}
+
+// The stored elements of [batch, tokens, features] as [batch, features, tokens].
+inline HostArray FeatureMajor(const HostArray& array, const Geometry& g, int64_t features) {
+  HostArray result(array.dtype, static_cast<int64_t>(array.logical.size()));
+  const int bytes = FormatOf(array.dtype).bytes;
+  for (int64_t i = 0; i < static_cast<int64_t>(array.logical.size()); ++i) {
+    const int64_t to = FeatureMajorIndex(i, g.tokens, features);
+    std::memcpy(&result.bytes[to * bytes], &array.bytes[i * bytes], bytes);
+    result.logical[to] = array.logical[i];
+  }
+  return result;
+}
 
 inline HostArray RandomArray(DType dtype, int64_t count, Data data, std::mt19937& random) {
   HostArray array(dtype, count);

@@ -1,0 +1,121 @@
+// What the producers and consumers of block_many_tokens.cuh agree on: tile shapes, a launch's arguments, shared memory.
+#ifndef JAX_NMSPARSE_CUDA_BLOCK_MANY_TOKENS_TILES_CUH_
+#define JAX_NMSPARSE_CUDA_BLOCK_MANY_TOKENS_TILES_CUH_
+
+#include "common/problem.h"
+#include "cuda/device.cuh"
+#include "cuda/tma.cuh"
+#include "cuda/wgmma.cuh"
+
+namespace nmsparse::cuda::block {
+
+// How rows of x reach shared memory.
+enum class Gather {
+  kBoxes,  // one box of the copy engine per unit and 64 tokens: pays from units of 16 rows on
+  kLanes,  // 16 bytes per lane, four warps
+};
+
+template <class T_, int kOut_, int kTokens_, Gather kGather_>
+struct Config {
+  using T = T_;
+  static constexpr int kOut = kOut_;
+  static constexpr int kTokens = kTokens_;
+  static constexpr Gather kGather = kGather_;
+  static constexpr int kConsumers = 2;  // warpgroups; a third has no room for its 128 accumulators a thread
+  static constexpr int kThreads = (kConsumers + 1) * kWarpgroupSize;
+  // Lanes that bring two pieces of a row each spill below 104.
+  static constexpr int kProducerRegisters = kGather == Gather::kLanes && kTokens > 256 ? 104 : 88;
+  static constexpr int kConsumerRegisters = kProducerRegisters == 104 ? 200 : 208;
+  static constexpr int kOutChunks = kOut / kChunk;
+  static constexpr int kTokenChunks = kTokens / kChunk;
+  static constexpr int kMmaTokens = kTokens * kOutChunks / kConsumers;  // consumers split the columns first
+  static constexpr int kMaxSlots = 16;
+  static constexpr int kListEntries = 320;  // of each of the two lists
+  static constexpr uint32_t kZero = 1u << 31;
+  static constexpr int kStoreBuffers = 2;  // per consumer, 64 columns x 64 tokens each
+  static constexpr int kStoreBytes = kMmaRows * kLineBytes;
+
+  static_assert(kOut == 64 || kOut == 128, "the two consumers split the columns of a tile or its tokens");
+  static_assert(kMmaTokens % kChunk == 0 && kMmaTokens <= 256, "a product spans whole lines and at most 256 tokens");
+  static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= 3 * 168,
+                "the warpgroups share what the block was launched with, 168 registers a thread");
+
+  __host__ __device__ static constexpr int StageBytes(int rows) {
+    return rows * kLineBytes * (kOutChunks + kTokenChunks);
+  }
+  __host__ __device__ static constexpr int FixedBytes() {
+    return kConsumers * kStoreBuffers * kStoreBytes + 2 * kListEntries * 4 + 2 * kMaxSlots * 8;
+  }
+};
+
+struct Arguments {
+  CUtensorMap values, x, y;
+  Geometry geometry;
+  const void* x_data;
+  const uint32_t* mask;
+  Epilogue epilogue;
+  Result result;
+  // Stages.
+  int32_t rows;               // of a stage, a multiple of 16
+  int32_t filled_rows;        // the rest stay zero
+  int32_t slots;              // of the ring
+  int32_t steps;              // stages of a tile
+  int32_t windows_per_stage;  // 1 where a window takes several stages
+  int32_t stages_per_window;  // 1 where a stage takes several windows
+  int32_t run_rows;           // consecutive rows of x that one unit brings to a stage
+  int32_t stages_per_unit;    // bk / run_rows
+  // Lists: one entry per row (lanes) or per unit (boxes) of a stage; rows that no unit fills keep the entry they start
+  // with, zeros.
+  int32_t entries_per_unit;
+  int32_t entries_per_stage;
+  int32_t entries_per_group;  // a group of windows: the windows of a stage, or one window of several stages
+  int32_t groups_per_chunk;
+  int32_t windows_per_chunk;
+  int32_t stages_per_chunk;
+  // Tiles: groups of `token_group` token tiles walk all column tiles together, so that their x stays in the L2 cache.
+  int32_t token_group;
+  int32_t token_tiles;
+  int32_t out_tiles;
+  int32_t tiles;
+};
+
+struct Tile {
+  int32_t batch, out, token;  // first column and token
+  int32_t block, column;      // column block, and first column inside it
+};
+
+template <class C>
+__device__ __forceinline__ Tile TileAt(const Arguments& a, int32_t index) {
+  const int32_t per_batch = a.token_tiles * a.out_tiles;
+  const int32_t batch = index / per_batch;
+  const int32_t in_batch = index % per_batch;
+  const int32_t per_group = a.token_group * a.out_tiles;
+  const int32_t first = in_batch / per_group * a.token_group;
+  const int32_t group = min(a.token_group, a.token_tiles - first);
+  const int32_t in_group = in_batch % per_group;
+  const int32_t out = in_group / group * C::kOut;
+  const int32_t token = (first + in_group % group) * C::kTokens;
+  return {batch, out, token, out / a.geometry.bn, out % a.geometry.bn};
+}
+
+// Addresses in shared memory.
+template <class C>
+struct SharedMap {
+  uint32_t base;
+  int rows;
+  int slots;
+
+  __device__ uint32_t Weights(int slot) const { return base + slot * C::StageBytes(rows); }
+  __device__ uint32_t Inputs(int slot) const { return Weights(slot) + C::kOutChunks * ChunkBytes(); }
+  __device__ uint32_t ChunkBytes() const { return rows * kLineBytes; }
+  __device__ uint32_t Store(int consumer) const {
+    return base + slots * C::StageBytes(rows) + consumer * C::kStoreBuffers * C::kStoreBytes;
+  }
+  __device__ uint32_t Lists() const { return Store(C::kConsumers); }
+  __device__ uint32_t Full(int slot) const { return Lists() + 2 * C::kListEntries * 4 + slot * 8; }
+  __device__ uint32_t Empty(int slot) const { return Full(C::kMaxSlots + slot); }
+};
+
+}  // namespace nmsparse::cuda::block
+
+#endif  // JAX_NMSPARSE_CUDA_BLOCK_MANY_TOKENS_TILES_CUH_

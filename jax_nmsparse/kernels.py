@@ -1,0 +1,216 @@
+"""The native kernels, and what each of them takes: one table, as data, for dispatch and the tests."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import lax
+
+from jax_nmsparse.layout import Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The static description of one primitive call.
+
+    Attributes:
+      op: "spmm", "spmm_t" or "sddmm".
+      layout: Pattern and dense size of the weight.
+      batch: Size of the batch axis, 1 for a single weight.
+      tokens: Rows of x (and g) for each batch entry.
+      x_dtype: dtype of x, for spmm_t of g.
+      values_dtype: dtype of values, for sddmm of g.
+      dtype: dtype of the result.
+      precision: As in `jax.lax.dot_general`.
+    """
+
+    op: str
+    layout: Layout
+    batch: int
+    tokens: int
+    x_dtype: jnp.dtype
+    values_dtype: jnp.dtype
+    dtype: jnp.dtype
+    precision: lax.PrecisionLike = None
+
+    @property
+    def dtypes(self) -> tuple[str, str]:
+        return jnp.dtype(self.x_dtype).name, jnp.dtype(self.values_dtype).name
+
+    @property
+    def kind(self) -> str:
+        return "ew" if self.layout.pattern.is_elementwise else "block"
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One native kernel family.
+
+    Attributes:
+      name: The name that the native handler looks up.
+      implementation: "cpu" or "cuda".
+      ops: The operations that it computes.
+      summary: What it is, for `explain`.
+      rejects: Why it cannot run a call, or None.
+      workspace: Bytes of workspace that a call needs.
+      feature_major: Whether it takes x and gives the result with features before tokens in memory; XLA transposes where
+        its neighbours do not.
+      capability: The only compute capability that it has code for, or None.
+    """
+
+    name: str
+    implementation: str
+    ops: tuple[str, ...]
+    summary: str
+    rejects: Callable[[Call], str | None]
+    workspace: Callable[[Call], int] = lambda call: 0
+    feature_major: bool = False
+    capability: str | None = None
+
+
+_FLOATS = ("float32", "bfloat16", "float16")
+_HALVES = ("bfloat16", "float16")
+_QUANTISED = ("int8", "float8_e4m3fn")
+_RESULTS = (*_FLOATS, "float64", "int32")
+_OPS = ("spmm", "spmm_t", "sddmm")
+
+Pairs = frozenset[tuple[str, str]]
+_SAME: Pairs = frozenset((d, d) for d in _FLOATS)
+_WEIGHT_ONLY: Pairs = frozenset((d, q) for d in _FLOATS for q in _QUANTISED)
+_INT8_BY_INT8: Pairs = frozenset({("int8", "int8")})
+_FLOAT8_BY_FLOAT8: Pairs = frozenset({("float8_e4m3fn", "float8_e4m3fn")})
+_HALF_X: Pairs = frozenset((d, v) for d in _HALVES for v in (d, *_QUANTISED))
+_SAME_HALVES: Pairs = frozenset((d, d) for d in _HALVES)
+
+
+def _dtypes(call: Call, pairs: Pairs, results: tuple[str, ...] = _RESULTS) -> str | None:
+    """Why the dtypes do not fit; g of a gradient is a float, and both operands of sddmm are of one dtype."""
+    floats = (*_FLOATS, "float64")
+    allowed = {
+        "spmm": pairs,
+        "spmm_t": {p for p in pairs if p[0] in floats},
+        "sddmm": {p for p in pairs if p[0] == p[1] and p[0] in floats},
+    }[call.op]
+    if call.dtypes not in allowed:
+        listed = ", ".join(sorted(f"{x} x {w}" for x, w in allowed))
+        return f"dtypes {call.dtypes[0]} x {call.dtypes[1]} have no kernel (there are {listed})"
+    if jnp.dtype(call.dtype).name not in results:
+        return f"no kernel writes {jnp.dtype(call.dtype).name} (results: {', '.join(results)})"
+    return None
+
+
+def _simd(call: Call) -> str | None:
+    float64 = frozenset({("float64", "float64")})
+    weight_only = frozenset(p for p in _WEIGHT_ONLY if p[1] == "int8")
+    return _dtypes(call, _SAME | float64 | _INT8_BY_INT8 | weight_only)
+
+
+def _simple(call: Call) -> str | None:
+    return _dtypes(call, _SAME | _INT8_BY_INT8 | _FLOAT8_BY_FLOAT8 | _WEIGHT_ONLY)
+
+
+_GRID = 65535
+_MAX_ROWS = 4096
+"""Rows of x of one window that certainly fit shared memory beside the weights."""
+
+
+def _element_wise(call: Call, most_tokens: int) -> str | None:
+    layout = call.layout
+    if not layout.pattern.is_elementwise or layout.window_units != 32:
+        return f"takes element-wise patterns with m dividing 32, not {layout.pattern}"
+    if call.tokens > most_tokens:
+        return f"takes up to {most_tokens} tokens, not {call.tokens}"
+    if call.batch > _GRID or layout.windows > 2**20:
+        return "the weight is larger than its grid"
+    return None
+
+
+def _ew_spmv(call: Call) -> str | None:
+    return _dtypes(call, _SAME | _INT8_BY_INT8 | _WEIGHT_ONLY) or _element_wise(call, 4)
+
+
+def _ew_few_tokens(call: Call) -> str | None:
+    x, values = call.dtypes
+    kept = [8, 16] + [4] * (x == values) + [2, 3, 6, 12, 24] * (x == values == "bfloat16")
+    if call.layout.q not in kept:
+        return f"takes {sorted(kept)} kept of 32 for these dtypes, not {call.layout.q}"
+    return _dtypes(call, _HALF_X) or _element_wise(call, 64)
+
+
+def _ew_sparse24(call: Call) -> str | None:
+    if (call.layout.pattern.n, call.layout.pattern.m) not in ((2, 4), (1, 2)):
+        return f"takes 2:4 (and 1:2), not {call.layout.pattern}"
+    return _dtypes(call, _SAME_HALVES) or _element_wise(call, 64)
+
+
+def _tile(call: Call, columns: int, most_tokens: int) -> str | None:
+    """What the kernels for vector- and block-wise weights share."""
+    layout = call.layout
+    if layout.bn % columns:
+        return f"takes blocks whose columns are a multiple of {columns}, not {layout.bn}"
+    if layout.rows_per_window > _MAX_ROWS:
+        return f"takes windows of up to {_MAX_ROWS} rows, not {layout.rows_per_window}"
+    if call.tokens > most_tokens:
+        return f"takes up to {most_tokens} tokens, not {call.tokens}"
+    return "the batch is larger than its grid" if call.batch > _GRID else None
+
+
+def _block_simt(call: Call) -> str | None:
+    return _dtypes(call, _SAME | _WEIGHT_ONLY) or _tile(call, 1, 16)
+
+
+def _block_mma(call: Call) -> str | None:
+    return _dtypes(call, _SAME_HALVES) or _tile(call, 16, 512)
+
+
+def _block_wgmma(call: Call) -> str | None:
+    layout = call.layout
+    if layout.window_units > 32:
+        return f"takes windows of up to 32 units, not {layout.window_units}"
+    if layout.bk not in (1, 2, 4, 8, 16, 32) and layout.bk % 64:
+        return f"takes blocks of 1, 2, 4, 8, 16, 32 or a multiple of 64 rows, not {layout.bk}"
+    if call.tokens % 8 or not call.tokens:
+        return f"takes tokens in multiples of 8, not {call.tokens}"
+    return _dtypes(call, _SAME_HALVES, _FLOATS) or _tile(call, 64, 2**31)
+
+
+def _few_t(call: Call) -> str | None:
+    return _dtypes(call, _SAME | _WEIGHT_ONLY) or _tile(call, 1, 64)
+
+
+def _block_t_mma(call: Call) -> str | None:
+    layout = call.layout
+    if layout.bk != 1 or layout.window_units != 32 or layout.q > 16:
+        return f"takes vector-wise patterns with up to 16 kept of 32, not {layout.pattern}"
+    return _dtypes(call, _SAME_HALVES) or _tile(call, 64, 512)
+
+
+KERNELS: tuple[Kernel, ...] = (
+    Kernel("simd", "cpu", _OPS, "C++ SIMD kernels on XLA's thread pool", _simd),
+    Kernel("ew_spmv", "cuda", ("spmm",), "element-wise, one to four tokens: memory-bound, on CUDA cores", _ew_spmv),
+    Kernel("ew_sparse24", "cuda", ("spmm",), "2:4 on sparse tensor cores, few tokens", _ew_sparse24),
+    Kernel(
+        "ew_few_tokens",
+        "cuda",
+        ("spmm",),
+        "element-wise, expanded to fragments of tensor cores, few tokens",
+        _ew_few_tokens,
+    ),
+    Kernel(
+        "block_wgmma",
+        "cuda",
+        ("spmm",),
+        "vector- and block-wise on Hopper's tensor cores, many tokens, feature-major",
+        _block_wgmma,
+        feature_major=True,
+        capability="9.0",
+    ),
+    Kernel("block_mma", "cuda", ("spmm",), "vector- and block-wise on tensor cores, few tokens", _block_mma),
+    Kernel("block_simt", "cuda", ("spmm",), "few tokens of any block, on CUDA cores", _block_simt),
+    Kernel("block_t_mma", "cuda", ("spmm_t",), "transposed, vector-wise on tensor cores, few tokens", _block_t_mma),
+    Kernel("few_t", "cuda", ("spmm_t",), "transposed, few tokens of any pattern, on CUDA cores", _few_t),
+    Kernel("simple", "cuda", _OPS, "tiles of any pattern and size, float32 arithmetic on CUDA cores", _simple),
+)
+"""Every native kernel, the most specialised first."""
