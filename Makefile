@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# A newer Python gets a newer JAX; the tests run on both.
+# A newer Python gets a newer JAX; the tests run on both. CUDA is compiled once, for the default Python.
 NEWEST_PYTHON ?= $(shell for v in 3.13 3.12; do for p in python$$v $$HOME/.pyenv/versions/$$v*/bin/python; do \
   if $$p -c 'import venv' 2>/dev/null; then echo $$p; exit; fi; done; done)
 NEWEST := .venv-newest
@@ -31,7 +31,7 @@ $(VENV)/model: $(VENV)/installed
 $(NEWEST)/installed: $(SOURCES)
 	test -d $(NEWEST) || $(NEWEST_PYTHON) -m venv $(NEWEST)
 	$(NEWEST)/bin/python -m pip install --quiet --upgrade pip
-	$(NEWEST)/bin/python -m pip install --quiet '.[test,demo]'
+	$(NEWEST)/bin/python -m pip install --quiet -C cmake.define.JAX_NMSPARSE_CUDA=OFF '.[test,demo]'
 	touch $@
 
 demo: $(VENV)/model ## prune a pretrained transformer to N:M and run it sparse beside dense
@@ -53,7 +53,9 @@ format: $(VENV)/installed ## rewrite the sources in the project's format
 	$(BIN)/clang-format -i $$(git ls-files '*.cc' '*.h' '*.cu' '*.cuh')
 
 native-checks: $(VENV)/installed ## the CPU kernels under AddressSanitizer and UBSan
-	bash tests/native/run.sh
+	$(BIN)/cmake -S tests/native -B build/sanitizers -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja)
+	$(BIN)/cmake --build build/sanitizers
+	build/sanitizers/kernels_test
 
 test-default: $(VENV)/model ## pytest and doctests on the default Python
 	$(BIN)/pytest -n $(PYTEST_WORKERS)

@@ -23,7 +23,7 @@ struct Config {
   static constexpr Gather kGather = kGather_;
   static constexpr int kConsumers = 2;  // warpgroups; a third has no room for its 128 accumulators a thread
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroupSize;
-  // Lanes that bring two pieces of a row each spill below 104.
+  // Lanes that bring two pieces of a row each spill at 88.
   static constexpr int kProducerRegisters = kGather == Gather::kLanes && kTokens > 256 ? 104 : 88;
   static constexpr int kConsumerRegisters = kProducerRegisters == 104 ? 200 : 208;
   static constexpr int kOutChunks = kOut / kChunk;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -136,7 +137,7 @@ def _ew_few_tokens(call: Call) -> str | None:
     kept = [8, 16] + [4] * (x == values) + [2, 3, 6, 12, 24] * (x == values == "bfloat16")
     if call.layout.q not in kept:
         return f"takes {sorted(kept)} kept of 32 for these dtypes, not {call.layout.q}"
-    return _dtypes(call, _HALF_X) or _element_wise(call, 64)
+    return _dtypes(call, _HALF_X) or _element_wise(call, 32)
 
 
 def _ew_sparse24(call: Call) -> str | None:
@@ -162,6 +163,11 @@ def _block_simt(call: Call) -> str | None:
 
 
 def _block_mma(call: Call) -> str | None:
+    layout = call.layout
+    # A step of the tensor cores takes 16 kept rows: as many windows as hold a multiple of that are staged together.
+    rows = layout.rows_per_window * (16 // math.gcd(16, layout.q * layout.bk))
+    if rows > 2048:
+        return f"takes up to 2048 rows for 16 kept ones, not {rows}"
     return _dtypes(call, _SAME_HALVES) or _tile(call, 16, 512)
 
 
