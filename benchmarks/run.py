@@ -8,7 +8,6 @@ the same run.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import datetime
 import functools
 import importlib.metadata
@@ -21,6 +20,7 @@ import subprocess
 import sys
 import time
 import zlib
+from concurrent.futures import Future
 
 import jax
 import jax.numpy as jnp
@@ -31,43 +31,51 @@ from benchmarks import peers as peers_lib
 from benchmarks import timing
 from benchmarks.shapes import SUITES, Case, suite
 from jax_nmsparse import dispatch, tuning
+from jax_nmsparse.kernels import KERNELS
+from jax_nmsparse.layout import Layout
 
 _QUANTISED = ("int8", "float8_e4m3fn")
+_AHEAD = 4
+"""Cases that are compiled while one is timed."""
+
 TABLE = pathlib.Path(tuning.__file__).with_name("dispatch_table.json")
 RESULTS = pathlib.Path(__file__).parent / "results"
 
 
-def _key(case: Case) -> jax.Array:
-    return jax.random.key(zlib.crc32(repr(case).encode()))
+def activation_dtype(case: Case):
+    """dtype of x and of the dense weight; quantised weights stand beside bfloat16 activations."""
+    return jnp.dtype(jnp.bfloat16 if case.dtype in _QUANTISED else case.dtype)
+
+
+def _pattern(case: Case) -> nms.NMPattern:
+    n, m = map(int, case.pattern.split(":"))
+    return nms.NMPattern(n, m, case.block)
+
+
+@functools.cache
+def _masks(pattern: nms.NMPattern) -> np.ndarray:
+    """Random windows of a pattern, as mask words, to draw from."""
+    rng = np.random.default_rng(0)
+    groups = rng.random((4096, pattern.window_units // pattern.m, pattern.m))
+    kept = np.argsort(np.argsort(groups, axis=-1), axis=-1) < pattern.n
+    bits = kept.reshape(4096, -1).astype(np.uint64)
+    return (bits << np.arange(bits.shape[1], dtype=np.uint64)).sum(1).astype(np.uint32)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _weight(key: jax.Array, shape: tuple[int, int], pattern: nms.NMPattern, dtype: str) -> nms.NMSparse:
-    """A random weight; quantised dtypes are int8 or float8 values beside bfloat16 activations."""
-    dense = jax.random.normal(key, shape, jnp.float32) / np.sqrt(shape[0])
-    w = nms.prune(dense, pattern)
-    return nms.quantize(w, dtype) if dtype in _QUANTISED else w.astype(dtype)
-
-
-def activation_dtype(case: Case):
-    """dtype of x and of the dense weight."""
-    return jnp.dtype(jnp.bfloat16 if case.dtype in _QUANTISED else case.dtype)
-
-
-def sparse_weights(case: Case) -> list[nms.NMSparse]:
-    """Random weights to rotate over."""
-    n, m = map(int, case.pattern.split(":"))
-    pattern = nms.NMPattern(n, m, case.block)
-    keys = jax.random.split(_key(case), 64)
-    first = _weight(keys[0], case.shape, pattern, case.dtype)
-    return [first] + [_weight(k, case.shape, pattern, case.dtype) for k in keys[1 : timing.copies(first.nbytes)]]
-
-
-def dense_weights(case: Case, dtype) -> list[jax.Array]:
-    """Random dense weights to rotate over."""
-    keys = jax.random.split(_key(case), 64)
-    count = timing.copies(case.shape[0] * case.shape[1] * jnp.dtype(dtype).itemsize)
-    return [jax.random.normal(k, case.shape, dtype) / np.sqrt(case.shape[0]).astype(dtype) for k in keys[:count]]
+    layout = Layout(pattern, *shape)
+    masks, values, scales = jax.random.split(key, 3)
+    words = jnp.asarray(_masks(pattern))
+    mask = words[jax.random.randint(masks, layout.mask_shape[:-1], 0, words.size)]
+    drawn = jax.random.normal(values, layout.values_shape, jnp.bfloat16 if dtype in _QUANTISED else dtype)
+    if dtype not in _QUANTISED:
+        return nms.NMSparse(
+            drawn / np.float32(np.sqrt(shape[0])).astype(drawn.dtype), mask, shape=shape, pattern=pattern
+        )
+    drawn = (jnp.round(drawn * 30) if dtype == "int8" else drawn).astype(dtype)
+    scale = jax.random.uniform(scales, (shape[1],), jnp.float32, 0.001, 0.01)
+    return nms.NMSparse(drawn, mask, shape=shape, pattern=pattern, scales=scale)
 
 
 def functions(case: Case, implementation: str | None = None):
@@ -75,8 +83,8 @@ def functions(case: Case, implementation: str | None = None):
     k, n = case.shape
     dtype, precision = activation_dtype(case), case.precision
     kx, kg = jax.random.split(_key(case))
-    x = jax.random.normal(kx, (case.tokens, k), jnp.float32).astype(dtype)
-    g = jax.random.normal(kg, (case.tokens, n), jnp.float32).astype(dtype)
+    x = jax.random.normal(kx, (case.tokens, k), dtype)
+    g = jax.random.normal(kg, (case.tokens, n), dtype)
 
     def spmm(x, w):
         return nms.spmm(x, w, transpose=case.op == "spmm_t", precision=precision, implementation=implementation)
@@ -91,94 +99,104 @@ def functions(case: Case, implementation: str | None = None):
     return x, spmm, lambda x, w: jnp.dot(x, w, precision=precision)
 
 
-def _relative_error(case: Case, inputs, call, w: nms.NMSparse) -> float:
-    """||y - reference|| / ||reference|| on at most 64 tokens (all of them for sddmm)."""
-    inputs = inputs if case.op == "sddmm" else inputs[:64]
-    got = jax.jit(call)(inputs, w)
-    exact = functools.partial(jnp.dot, precision="highest")
-    wide = jax.tree.map(lambda a: a.astype(jnp.float32), inputs)
-    if case.op == "sddmm":
-        want = jnp.where(w.keep(), exact(wide[0].T, wide[1]), 0)
-        got = w.with_values(got).todense()
-    else:
-        dense = w.todense().astype(jnp.float32)
-        want = exact(wide, dense if case.op == "spmm" else dense.T)
-    got = got.astype(jnp.float32)
-    error = float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
-    if not error < 2e-2:
-        raise AssertionError(f"{case}: relative error {error}")
+def _key(case: Case) -> jax.Array:
+    return jax.random.key(zlib.crc32(repr(case).encode()))
+
+
+def _error(case: Case, call):
+    """||y - reference|| / ||reference|| on at most 64 tokens (all of them for sddmm), as a function to compile."""
+
+    def error(inputs, w):
+        inputs = inputs if case.op == "sddmm" else inputs[:64]
+        got = call(inputs, w)
+        exact = functools.partial(jnp.dot, precision="highest")
+        wide = jax.tree.map(lambda a: a.astype(jnp.float32), inputs)
+        if case.op == "sddmm":
+            want = jnp.where(w.keep(), exact(wide[0].T, wide[1]), 0)
+            got = w.with_values(got).todense()
+        else:
+            dense = w.todense().astype(jnp.float32)
+            want = exact(wide, dense if case.op == "spmm" else dense.T)
+        return jnp.linalg.norm(got.astype(jnp.float32) - want) / jnp.linalg.norm(want)
+
     return error
-
-
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """One way to compute a case."""
-
-    time_us: float
-    spread: float
-    error: float
-
-
-def kernel_times(case: Case, inputs, sparse, weights) -> dict[str, Measured]:
-    """Every kernel that takes the case, and plain JAX for gradients; each is checked before it is timed."""
-    x = inputs[0] if case.op == "sddmm" else inputs
-    result: dict[str, Measured] = {}
-
-    def add(name: str, call) -> None:
-        error = _relative_error(case, inputs, call, weights[0])
-        timed = timing.measure(call, inputs, weights)
-        result[name] = Measured(round(timed.time_us, 3), round(timed.spread, 4), float(f"{error:.3g}"))
-
-    for kernel in dispatch.KERNELS:
-        if kernel.implementation != _implementation() or case.op not in kernel.ops:
-            continue
-        with dispatch.only_kernel(kernel.name):
-            if nms.explain(x, weights[0], op=case.op, precision=case.precision).choice.kernel is kernel:
-                # A function of its own: one that was jitted before keeps its kernel.
-                add(kernel.name, lambda *operands: sparse(*operands))
-    if case.op != "spmm":
-        add("xla", functions(case, implementation="xla")[1])
-    return result
 
 
 def _implementation() -> str:
     return "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
 
 
-def run_case(case: Case, peers: bool, record: bool) -> dict:
-    """One row: every kernel and the dense product; the row's time is that of what the automatic choice takes."""
-    inputs, sparse, dense = functions(case)
-    weights = sparse_weights(case)
-    first = weights[0]
-    measured = kernel_times(case, inputs, sparse, weights)
-    del weights
-    timed = timing.measure(dense, inputs, dense_weights(case, activation_dtype(case)))
-    measured["dense"] = Measured(round(timed.time_us, 3), round(timed.spread, 4), 0.0)
-    x = inputs[0] if case.op == "sddmm" else inputs
-    if record:
-        _record(case, first, {name: m.time_us for name, m in measured.items()})
-    explanation = nms.explain(x, first, op=case.op, precision=case.precision)
-    name = explanation.choice.name
-    return {
-        "op": case.op,
-        "pattern": case.pattern,
-        "block": "x".join(map(str, case.block)),
-        "dtype": case.dtype,
-        "precision": case.precision or "default",
-        "tokens": case.tokens,
-        "in_features": case.shape[0],
-        "out_features": case.shape[1],
-        "implementation": explanation.choice.implementation,
-        "kernel": name,
-        "time_us": measured[name].time_us,
-        "spread": measured[name].spread,
-        "dense_us": measured["dense"].time_us,
-        "dense_spread": measured["dense"].spread,
-        "floor_us": None if explanation.floor_us is None else round(explanation.floor_us, 3),
-        "rel_err": measured[name].error,
-        "kernels": {k: m.time_us for k, m in measured.items() if k != "dense"},
-        "peers": peers_lib.measure(case, inputs, first) if peers else {},
-    }
+class Run:
+    """One case: everything that can compute it is compiled at once, then timed by `row`."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.inputs, sparse, dense = functions(case)
+        keys = jax.random.split(_key(case), 64)
+        self.first = _weight(keys[0], case.shape, _pattern(case), case.dtype)
+        weights = [self.first] + [
+            _weight(k, case.shape, _pattern(case), case.dtype) for k in keys[1 : timing.copies(self.first.nbytes)]
+        ]
+        dtype = activation_dtype(case)
+        dense_bytes = case.shape[0] * case.shape[1] * dtype.itemsize
+        dense_weights = [
+            jax.random.normal(k, case.shape, dtype) / np.float32(np.sqrt(case.shape[0])).astype(dtype)
+            for k in keys[: timing.copies(dense_bytes)]
+        ]
+        # A rough time of the dense call on a large GPU, which says how many calls make a program long enough.
+        estimate = max(dense_bytes / 4e6, 2 * case.tokens * case.shape[0] * case.shape[1] / 6e8)
+        calls = timing.inputs_for(self.inputs, timing.calls_for(estimate))
+        self.dense = timing.Stopwatch(dense, calls, dense_weights)
+        self.ways: dict[str, tuple[timing.Stopwatch, Future]] = {}
+        for kernel in KERNELS:
+            if kernel.implementation == _implementation() and case.op in kernel.ops:
+                with dispatch.only_kernel(kernel.name):
+                    if self.explain().choice.kernel is kernel:
+                        self._add(kernel.name, lambda *operands: sparse(*operands), calls, weights)
+        if case.op != "spmm":
+            self._add("xla", functions(case, implementation="xla")[1], calls, weights)
+
+    def _add(self, name: str, call, calls, weights) -> None:
+        error = timing.compile_later(_error(self.case, call), self.inputs, self.first)
+        self.ways[name] = (timing.Stopwatch(call, calls, weights), error)
+
+    def explain(self) -> nms.Explanation:
+        x = self.inputs[0] if self.case.op == "sddmm" else self.inputs
+        return nms.explain(x, self.first, op=self.case.op, precision=self.case.precision)
+
+    def row(self, peers: bool, record: bool) -> dict:
+        """Checks and times every way; the row's time is that of what the automatic choice takes."""
+        case = self.case
+        errors = {name: float(error.result()(self.inputs, self.first)) for name, (_, error) in self.ways.items()}
+        wrong = {name: error for name, error in errors.items() if not error < 2e-2}
+        if wrong:
+            raise AssertionError(f"{case}: relative errors {wrong}")
+        measured = {name: stopwatch.measure() for name, (stopwatch, _) in self.ways.items()}
+        measured["dense"] = self.dense.measure()
+        if record:
+            _record(case, self.first, {name: m.time_us for name, m in measured.items()})
+        explanation = self.explain()
+        name = explanation.choice.name
+        return {
+            "op": case.op,
+            "pattern": case.pattern,
+            "block": "x".join(map(str, case.block)),
+            "dtype": case.dtype,
+            "precision": case.precision or "default",
+            "tokens": case.tokens,
+            "in_features": case.shape[0],
+            "out_features": case.shape[1],
+            "implementation": explanation.choice.implementation,
+            "kernel": name,
+            "time_us": measured[name].time_us,
+            "spread": measured[name].spread,
+            "dense_us": measured["dense"].time_us,
+            "dense_spread": measured["dense"].spread,
+            "floor_us": None if explanation.floor_us is None else round(explanation.floor_us, 3),
+            "rel_err": float(f"{errors.get(name, 0.0):.3g}"),
+            "kernels": {k: m.time_us for k, m in measured.items() if k != "dense"},
+            "peers": peers_lib.measure(case, self.inputs, self.first) if peers else {},
+        }
 
 
 def _record(case: Case, w: nms.NMSparse, times: dict[str, float]) -> None:
@@ -273,11 +291,14 @@ def main(arguments: list[str] | None = None) -> int:
     out = options.out or RESULTS / device_name() / (f"{datetime.date.today()}-{options.revision}-{options.suite}.json")
     out.parent.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
-    for i, case in enumerate(cases, 1):
+    ahead = [Run(c) for c in cases[:_AHEAD]]
+    for i, _ in enumerate(cases, 1):
         if time.monotonic() - start > options.seconds:
             print(f"stopped after {i - 1} of {len(cases)} cases")
             break
-        row = run_case(case, options.peers, options.tune)
+        row = ahead.pop(0).row(options.peers, options.tune)
+        if i + _AHEAD <= len(cases):
+            ahead.append(Run(cases[i + _AHEAD - 1]))
         result["rows"].append(row)
         print(
             f"{i}/{len(cases)} {row['op']:<6} {row['pattern']:>5} {row['block']:>5} {row['dtype']} t={row['tokens']} "

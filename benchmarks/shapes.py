@@ -60,22 +60,23 @@ def _cross(ops, patterns, blocks, dtypes, tokens, shapes, precision=None) -> lis
 def suite(name: str) -> list[Case]:
     """The cases of a suite."""
     if name == "decode":
+        vw = ["16:32", "8:32", "4:32"]
         cases = _cross(["spmm"], ["2:4", "16:32", "8:32", "3:32"], [EW], ["bfloat16"], [1], SHAPES)
         cases += _cross(["spmm"], ["16:32", "3:32"], [EW], ["float32"], [1], SHAPES, "highest")
+        cases += _cross(["spmm"], vw, [VW128], ["bfloat16"], [1, 16, 64], SHAPES)
         cases += _cross(["spmm"], ["2:4", "16:32"], [EW], ["bfloat16"], [8, 16, 32, 64], SHAPES)
         cases += _cross(["spmm"], ["8:32"], [EW], ["bfloat16"], [8, 16], SHAPES)
-        cases += _cross(["spmm"], ["16:32", "8:32", "4:32"], [VW128, VW64], ["bfloat16"], [1, 16, 64], SHAPES)
-        cases += _cross(["spmm"], ["16:32", "8:32"], [VW128], ["bfloat16"], [128], SHAPES)
-        cases += _cross(["spmm"], ["16:32"], [EW], ["int8", "float8_e4m3fn"], [1], SHAPES)
         cases += _cross(["spmm_t"], ["16:32"], [EW, VW128], ["bfloat16"], [1], SHAPES)
-        return cases
+        cases += _cross(["spmm"], ["16:32"], [EW], ["int8", "float8_e4m3fn"], [1], SHAPES)
+        cases += _cross(["spmm"], ["16:32", "8:32"], [VW128], ["bfloat16"], [128], SHAPES)
+        return cases + _cross(["spmm"], vw, [VW64], ["bfloat16"], [1, 16, 64], SHAPES)
     if name == "prefill":
         patterns = ["16:32", "8:32", "4:32", "3:32"]
-        cases = _cross(["spmm"], patterns, [VW128, VW64, BW64], ["bfloat16"], [4096], TRAIN_SHAPES)
+        cases = _cross(["spmm"], patterns, [VW128], ["bfloat16"], [4096], TRAIN_SHAPES)
         cases += _cross(["spmm"], ["8:32"], [VW128], ["bfloat16"], [256, 1024], TRAIN_SHAPES)
-        cases += _cross(["spmm"], ["2:4", "16:32", "8:32"], [EW], ["bfloat16"], [256, 4096], TRAIN_SHAPES)
-        cases += _cross(["spmm"], patterns, [VW32], ["float32"], [4096], TRAIN_SHAPES[:1], "highest")
-        return cases
+        cases += _cross(["spmm"], patterns, [BW64, VW64], ["bfloat16"], [4096], TRAIN_SHAPES)
+        cases += _cross(["spmm"], ["2:4", "8:32"], [EW], ["bfloat16"], [256, 4096], TRAIN_SHAPES)
+        return cases + _cross(["spmm"], patterns, [VW32], ["float32"], [4096], TRAIN_SHAPES[:1], "highest")
     if name == "train":
         ops = ["spmm", "spmm_t", "sddmm"]
         return _cross(ops, ["16:32", "8:32"], [VW128, EW], ["bfloat16"], [4096], TRAIN_SHAPES)

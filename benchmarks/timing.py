@@ -4,11 +4,15 @@ The program makes many calls in a row, each with inputs of its own and on the ne
 exceed the last-level cache. The time of one call is the difference between a long and a short program over the
 difference in calls. Both take the same arguments and give one small result, so the cost of dispatching a program and
 waiting for it, which is larger than many kernels, drops out.
+
+Programs are compiled ahead, on threads, since compiling a suite takes far longer than running it.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +22,10 @@ import jax
 import jax.numpy as jnp
 
 CACHE_BYTES = 240_000_000
-_SHORT, _LONG = 4, 44
+SHORT, LONG = 4, 44
+_TARGET_US = 1200.0
+_REPEATS = 9
+_POOL = concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +41,22 @@ def copies(bytes_each: int, limit: int = 64) -> int:
     return max(2, min(limit, -(-CACHE_BYTES // max(1, bytes_each))))
 
 
+def calls_for(estimate_us: float) -> int:
+    """Calls of the long program, for a call of about this time."""
+    return SHORT + int(min(max(6, _TARGET_US / max(1.0, estimate_us)), LONG - SHORT))
+
+
+def inputs_for(x: Any, calls: int) -> list[Any]:
+    """Inputs for that many calls: the same numbers in other places."""
+    roll = jax.jit(lambda x, i: jax.tree.map(lambda a: jnp.roll(a, i, axis=-1), x))
+    return [roll(x, i) for i in range(calls)]
+
+
+def compile_later(function: Callable, *arguments: Any) -> concurrent.futures.Future:
+    """Lowers now, compiles on a thread; the future gives what calls the executable."""
+    return _POOL.submit(jax.jit(function, keep_unused=True).lower(*arguments).compile)
+
+
 def _program(call: Callable, calls: int) -> Callable:
     def program(inputs, weights):
         results = [call(inputs[i], weights[i % len(weights)]) for i in range(calls)]
@@ -42,28 +65,30 @@ def _program(call: Callable, calls: int) -> Callable:
         results = jax.lax.optimization_barrier(results)
         return jnp.stack([r.reshape(-1)[0].astype(jnp.float32) for r in results])
 
-    return jax.jit(program, keep_unused=True)
+    return program
 
 
-def measure(call: Callable, x: Any, weights: Sequence[Any], *, repeats: int = 9, target_us: float = 1200.0) -> Timing:
-    """Times ``call(x, weight)``; every weight is used in turn."""
-    roll = jax.jit(lambda x, i: jax.tree.map(lambda a: jnp.roll(a, i, axis=-1), x))
-    single = jax.jit(call)
-    jax.block_until_ready(single(x, weights[0]))
-    # A rough estimate, with the cost of dispatching one call in it, says how many calls fill the target.
-    estimate = max(5.0, min(_once(single, x, weights[0]) for _ in range(3)) - 60.0)
-    calls = _SHORT + int(min(max(6, target_us / estimate), _LONG - _SHORT))
-    inputs = [roll(x, i) for i in range(calls)]
-    short, long = _program(call, _SHORT), _program(call, calls)
-    for _ in range(3):
-        jax.block_until_ready((short(inputs, weights), long(inputs, weights)))
-    times = [(_once(long, inputs, weights) - _once(short, inputs, weights)) / (calls - _SHORT) for _ in range(repeats)]
-    median = statistics.median(times)
-    quartiles = statistics.quantiles(times, n=4)
-    return Timing(median, (quartiles[2] - quartiles[0]) / max(median, 1e-9))
+class Stopwatch:
+    """One call to be timed: compiled on threads from its construction on."""
 
+    def __init__(self, call: Callable, inputs: Sequence[Any], weights: Sequence[Any]) -> None:
+        self._arguments = (list(inputs), list(weights))
+        self._calls = len(inputs)
+        self._short = compile_later(_program(call, SHORT), *self._arguments)
+        self._long = compile_later(_program(call, self._calls), *self._arguments)
 
-def _once(program: Callable, inputs: Any, weights: Sequence[Any]) -> float:
-    start = time.perf_counter()
-    jax.block_until_ready(program(inputs, weights))
-    return 1e6 * (time.perf_counter() - start)
+    def measure(self) -> Timing:
+        """Runs it; nothing else should run on the device meanwhile."""
+        short, long = self._short.result(), self._long.result()
+        for _ in range(3):
+            jax.block_until_ready((short(*self._arguments), long(*self._arguments)))
+        extra = self._calls - SHORT
+        times = [(self._once(long) - self._once(short)) / extra for _ in range(_REPEATS)]
+        median = statistics.median(times)
+        quartiles = statistics.quantiles(times, n=4)
+        return Timing(round(median, 3), round((quartiles[2] - quartiles[0]) / max(median, 1e-9), 4))
+
+    def _once(self, program: Callable) -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(program(*self._arguments))
+        return 1e6 * (time.perf_counter() - start)

@@ -1,6 +1,7 @@
 """N:M sparse networks in JAX."""
 
 from jax_nmsparse.array import NMSparse as NMSparse
+from jax_nmsparse.explanation import Explanation as Explanation
 from jax_nmsparse.explanation import explain as explain
 from jax_nmsparse.explanation import supports as supports
 from jax_nmsparse.linen import NMSparseDense as NMSparseDense

@@ -95,7 +95,11 @@ def test_the_automatic_choice_is_the_fastest_measured(platform):
         precision = jax.lax.Precision.HIGHEST if point.exact else None
         x_dtype = jnp.dtype(jnp.bfloat16 if point.dtype == "int8" else point.dtype)
         call = dispatch.Call(point.op, layout, 1, point.tokens, x_dtype, jnp.dtype(point.dtype), x_dtype, precision)
-        kernels = {k.name for k in dispatch.KERNELS if k.implementation == platform and not k.rejects(call)}
+        kernels = {
+            k.name
+            for k in dispatch.KERNELS
+            if k.implementation == platform and point.op in k.ops and not k.rejects(call)
+        }
         plain = {"dense", "xla"} if point.op == "spmm" else {"xla"}
         times = {name: t for name, t in point.times_us.items() if name in kernels | plain}
         chosen = dispatch.choose(call, platform, None).name

@@ -16,7 +16,7 @@ LEVELS = (
     ("pattern",),
     ("layout",),
     ("array",),
-    ("compat", "reference", "native", "tuning"),
+    ("compat", "reference", "native", "tuning", "kernels"),
     ("primitives", "dispatch", "sharding"),
     ("lowering",),
     ("ops",),
