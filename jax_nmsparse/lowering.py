@@ -128,7 +128,7 @@ def _lowering(op: str, platform: str):
         def local(layout, operands, axes):
             return _function(op, platform, params, operands, layout, axes)
 
-        if sharding.spans_devices(ctx):
+        if sharding.needs_partitioning(ctx):
             function = sharding.partitioned(op, params["layout"], len(operands) - 3, local)
         else:
             function = local(params["layout"], ctx.avals_in, ())

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_nmsparse.layout import Layout
 
@@ -145,10 +145,17 @@ def partitioned(op: str, layout: Layout, extras: int, local: Callable[..., Calla
     return whole
 
 
-def spans_devices(context: Any) -> bool:
-    """Whether a lowering context compiles for several devices that the partitioner fills (not `jax.shard_map`)."""
+def needs_partitioning(context: Any) -> bool:
+    """Whether a lowering context compiles for several devices that the partitioner fills (not `jax.shard_map`).
+
+    Meshes of explicit axis types are left out: JAX 0.11 and 0.12 cannot lower collectives inside the partitioning
+    callback there. XLA partitions plain JAX by itself, and gathers the operands of an opaque call.
+    """
     devices = getattr(context.module_context.axis_context, "device_assignment", None)
-    return devices is not None and len(devices) > 1
+    if devices is None or len(devices) == 1:
+        return False
+    meshes = [getattr(aval.sharding, "mesh", None) for aval in context.avals_in]
+    return not any(AxisType.Explicit in (mesh.axis_types or ()) for mesh in meshes if mesh is not None)
 
 
 def allow(primitive: Primitive) -> None:

@@ -98,9 +98,7 @@ def test_fromdense_round_trip(rng, pattern, lead):
 def test_fromdense_refuses_full_groups():
     dense = np.zeros((8, 2), np.float32)
     dense[:3, 0] = dense[5:8, 1] = 1
-    with pytest.raises(
-        ValueError, match=r"2 groups hold more than 2 nonzero units of 4 .*prune\(dense, pattern\)"
-    ):
+    with pytest.raises(ValueError, match=r"2 groups hold more than 2 nonzero units of 4 .*prune\(dense, pattern\)"):
         nms.NMSparse.fromdense(dense, "2:4")
     assert nms.NMSparse.fromdense(dense, "3:4").todense().sum() == 6
 
