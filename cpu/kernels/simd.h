@@ -91,8 +91,9 @@ NMS_INLINE float ToFloat(F16 v) {
   const uint32_t sign = static_cast<uint32_t>(v.bits & 0x8000u) << 16;
   const uint32_t rest = v.bits & 0x7fffu;
   if (rest >= 0x7c00u) return Bits<float>(sign | 0x7f800000u | (rest << 13));
-  // Scaling by 2^112 moves the exponent's bias, and makes subnormals normal.
-  const float magnitude = Bits<float>(rest << 13) * 0x1p112f;
+  // Scaling by 2^112 moves the exponent's bias. It would make subnormals normal too, but XLA's threads treat a
+  // subnormal float operand as zero.
+  const float magnitude = rest < 0x400u ? static_cast<float>(rest) * 0x1p-24f : Bits<float>(rest << 13) * 0x1p112f;
   return Bits<float>(sign | Bits<uint32_t>(magnitude));
 #endif
 }
