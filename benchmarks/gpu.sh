@@ -2,7 +2,7 @@
 # Everything that needs a GPU, in one command: build, GPU tests, compute-sanitizer, benchmarks.
 #
 #   make gpu                             in the project's virtual environment, with the CUDA plugin of JAX
-#   PYTHON=python3 bash benchmarks/gpu.sh   with a Python that has jax (CUDA), flax, pytest, hypothesis, optax, nanobind,
+#   PYTHON=python3 bash benchmarks/gpu.sh   with a Python that has jax (CUDA), flax, pytest, pytest-xdist, hypothesis, nanobind,
 #                                        cmake and ninja already; nothing is installed
 #
 #   STEPS="build test sanitize bench"    which steps to run
@@ -24,13 +24,14 @@ wants() { [[ " $STEPS " == *" $1 "* ]]; }
 
 if wants build; then
   cmake -S . -B build/gpu -G Ninja -DPython_EXECUTABLE="$("$PYTHON" -c 'import sys; print(sys.executable)')" \
-    -DJAX_NMSPARSE_CUDA=ON >build-gpu.log || { cat build-gpu.log; exit 1; }
+    -DJAX_NMSPARSE_CUDA=ON -DJAX_NMSPARSE_CUDA_LINEINFO=ON >build-gpu.log || { cat build-gpu.log; exit 1; }
   cmake --build build/gpu >>build-gpu.log || { tail -n 50 build-gpu.log; exit 1; }
   cmake --install build/gpu --prefix . >>build-gpu.log
   rm build-gpu.log
 fi
 if wants test; then
-  "$PYTHON" -m pytest -m gpu -q -p no:cacheprovider tests
+  # Most of the time goes into compiling, so the tests share the GPU; pytest-benchmark, if it is installed, objects.
+  "$PYTHON" -m pytest -m gpu -q -n "${WORKERS:-8}" -p no:cacheprovider -p no:benchmark tests
 fi
 if wants sanitize; then
   bash tests/native/sanitize_cuda.sh

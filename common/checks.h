@@ -82,7 +82,8 @@ class Checker {
   std::string message_;
 };
 
-// The part of a problem that the three operations share. `values` is an operand of spmm and spmm_t, the result of sddmm.
+// The part of a problem that the three operations share. `values` is an operand of spmm and spmm_t, the result of
+// sddmm.
 inline Problem CheckWeight(Checker& check, const ffi::AnyBuffer& inputs, std::string_view inputs_name,
                            const ffi::AnyBuffer& outputs, std::string_view outputs_name, const ffi::AnyBuffer& values,
                            const ffi::AnyBuffer& mask, const Attributes& attributes) {

@@ -4,6 +4,7 @@
 #define JAX_NMSPARSE_CUDA_EW_COMMON_CUH_
 
 #include <algorithm>
+#include <iterator>
 
 #include "cuda/device.cuh"
 
@@ -181,6 +182,14 @@ __device__ __forceinline__ void StoreFragments(const Problem& problem,
 struct Device {
   int multiprocessors = 0, shared_bytes = 0, major = 0;
 };
+
+// Whether the operands start where 16-byte accesses may. XLA aligns every buffer to more than that; rows inside them
+// may start anywhere.
+inline bool Aligned(const Problem& problem) {
+  const void* const starts[] = {problem.x.data, problem.values.data, problem.mask, problem.result.data};
+  return std::all_of(std::begin(starts), std::end(starts),
+                     [](const void* start) { return reinterpret_cast<uintptr_t>(start) % 16 == 0; });
+}
 
 inline cudaError_t QueryDevice(Device* device) {
   int id = 0;

@@ -116,7 +116,7 @@ cudaError_t Sparse24(const Problem& problem, const ew::Device& device, cudaStrea
 }  // namespace
 
 cudaError_t EwFewTokens(const Problem& problem, cudaStream_t stream) {
-  if (!InDomain(problem.geometry, kMaxExpandTokens)) return cudaErrorNotSupported;
+  if (!InDomain(problem.geometry, kMaxExpandTokens) || !ew::Aligned(problem)) return cudaErrorNotSupported;
   ew::Device device;
   if (const cudaError_t error = ew::QueryDevice(&device); error != cudaSuccess) return error;
   if (problem.x.dtype == DType::kBF16) return ExpandValues<__nv_bfloat16>(problem, device, stream);
@@ -125,7 +125,7 @@ cudaError_t EwFewTokens(const Problem& problem, cudaStream_t stream) {
 }
 
 cudaError_t EwSparse24(const Problem& problem, cudaStream_t stream) {
-  if (!InDomain(problem.geometry, kMaxSparse24Tokens) || problem.geometry.q != 16 ||
+  if (!InDomain(problem.geometry, kMaxSparse24Tokens) || !ew::Aligned(problem) || problem.geometry.q != 16 ||
       problem.values.dtype != problem.x.dtype) {
     return cudaErrorNotSupported;
   }

@@ -109,7 +109,8 @@ cudaError_t EwSpmv(const Problem& problem, cudaStream_t stream) {
   const Geometry& geometry = problem.geometry;
   if (geometry.bk != 1 || geometry.bn != 1 || geometry.window_units != ew::kWindow || geometry.q < 1 ||
       geometry.q >= ew::kWindow || geometry.tokens > kMaxTokens || geometry.batch > 65535 ||
-      geometry.windows > ew::kMaxWindows || CeilDiv(geometry.out_features, kWarpSize) > kMaxBlocks) {
+      geometry.windows > ew::kMaxWindows || !ew::Aligned(problem) ||
+      CeilDiv(geometry.out_features, kWarpSize) > kMaxBlocks) {
     return cudaErrorNotSupported;
   }
   ew::Device device;
