@@ -58,16 +58,16 @@ native-checks: $(VENV)/installed ## the CPU kernels under AddressSanitizer and U
 	build/sanitizers/kernels_test
 
 test-default: $(VENV)/model ## pytest and doctests on the default Python
-	$(BIN)/pytest -n $(PYTEST_WORKERS)
-	$(BIN)/pytest -n $(PYTEST_WORKERS) --doctest-modules --pyargs jax_nmsparse
+	PYTHONSAFEPATH=1 $(BIN)/pytest -n $(PYTEST_WORKERS)
+	PYTHONSAFEPATH=1 $(BIN)/pytest -n $(PYTEST_WORKERS) --doctest-modules --pyargs jax_nmsparse
 
 test-newest: ## the same on the newest JAX, where a newer Python is present
 ifeq ($(NEWEST_PYTHON),)
 	@echo "test-newest: no Python 3.12 or 3.13 on this machine, so only the default Python was tested"
 else
 	$(MAKE) $(NEWEST)/installed
-	$(NEWEST)/bin/pytest -n $(PYTEST_WORKERS)
-	$(NEWEST)/bin/pytest -n $(PYTEST_WORKERS) --doctest-modules --pyargs jax_nmsparse
+	PYTHONSAFEPATH=1 $(NEWEST)/bin/pytest -n $(PYTEST_WORKERS)
+	PYTHONSAFEPATH=1 $(NEWEST)/bin/pytest -n $(PYTEST_WORKERS) --doctest-modules --pyargs jax_nmsparse
 endif
 
 dev: $(VENV)/installed ## build the native modules in place, for work on them (run tests with PYTHONPATH=.)

@@ -198,7 +198,7 @@ def test_numpy_and_jax_on_the_left(w, rng):
         assert isinstance(y, jax.Array)
         np.testing.assert_array_equal(y, oracle.spmm(x, w))
     with pytest.raises(TypeError, match="right operand of a product"):
-        w @ x
+        _ = w @ x
 
 
 @pytest.mark.parametrize("pattern", ["2:4", "3:6", "50:100", "2:4/2x4"])

@@ -274,7 +274,11 @@ def test_activations_over_their_whole_range(activation):
     v = np.concatenate([np.linspace(-20, 20, 4001), [-1e4, 1e4, 0.0, -60.0, 60.0, -100.0, 100.0]]).astype(np.float32)
     x = v.reshape(1, -1, 1)
     weight = Weight(
-        np.ones((1, 1, 1, 1, 1, 1), np.float32), np.ones((1, 1, 1, 1), np.uint32), np.ones((1, 1, 1)), 32, None
+        np.ones((1, 1, 1, 1, 1, 1), np.float32),
+        np.ones((1, 1, 1, 1), np.uint32),
+        np.ones((1, 1, 1)),
+        32,
+        np.zeros((1, 1, 1, 1), np.int64),
     )
     got = spmm(x, weight, activation=activation)
     with np.errstate(over="ignore"):
@@ -376,10 +380,11 @@ def test_wrong_buffers_are_errors_that_name_the_operand():
 @pytest.mark.parametrize("isa", ["baseline", "avx2"])
 def test_other_instruction_sets(isa):
     """The same tests, a few of them, with the kernels that other processors run."""
-    from jax_nmsparse import _cpu
+    from jax_nmsparse import _cpu  # pyright: ignore[reportAttributeAccessIssue]
 
     wanted = "test_every_dtype or infinities or test_every_number_of_tokens"
-    environment = {**os.environ, "JAX_NMSPARSE_CPU_ISA": isa}
+    # Safe path: the sources in the working directory must not hide the installed package.
+    environment = {**os.environ, "JAX_NMSPARSE_CPU_ISA": isa, "PYTHONSAFEPATH": "1"}
     code = "from jax_nmsparse import _cpu; print(_cpu.isa())"
     got = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     if got.stdout.strip() != isa or "JAX_NMSPARSE_CPU_ISA" in os.environ or _cpu.isa() == isa:
