@@ -143,8 +143,9 @@ class Run:
             jax.random.normal(k, case.shape, dtype) / np.float32(np.sqrt(case.shape[0])).astype(dtype)
             for k in keys[: timing.copies(dense_bytes)]
         ]
-        # A rough time of the dense call on a large GPU, which says how many calls make a program long enough.
-        estimate = max(dense_bytes / 4e6, 2 * case.tokens * case.shape[0] * case.shape[1] / 6e8)
+        # A rough time of the dense call in us, which says how many calls make a program long enough.
+        bandwidth, rate = (4e6, 6e8) if jax.default_backend() == "gpu" else (2e4, 1e5)
+        estimate = max(dense_bytes / bandwidth, 2 * case.tokens * case.shape[0] * case.shape[1] / rate)
         calls = timing.inputs_for(self.inputs, timing.calls_for(estimate))
         self.dense = timing.Stopwatch(dense, calls, dense_weights)
         self.ways: dict[str, tuple[timing.Stopwatch, Future]] = {}
