@@ -165,6 +165,14 @@ class Run:
         x = self.inputs[0] if self.case.op == "sddmm" else self.inputs
         return nms.explain(x, self.first, op=self.case.op, precision=self.case.precision)
 
+    def _check_floors(self, measured: dict[str, timing.Timing]) -> None:
+        """A time well below what the hardware allows says that the program did something else."""
+        explanation = self.explain()
+        for name, result in measured.items():
+            floor = explanation.dense_floor_us if name in ("dense", "xla") else explanation.floor_us
+            if floor is not None and result.time_us < 0.8 * floor:
+                raise AssertionError(f"{self.case}: {name} took {result.time_us} us, less than the floor of {floor} us")
+
     def row(self, peers: bool, record: bool) -> dict:
         """Checks and times every way; the row's time is that of what the automatic choice takes."""
         case = self.case
@@ -174,6 +182,7 @@ class Run:
             raise AssertionError(f"{case}: relative errors {wrong}")
         measured = {name: stopwatch.measure() for name, (stopwatch, _) in self.ways.items()}
         measured["dense"] = self.dense.measure()
+        self._check_floors(measured)
         if record:
             _record(case, self.first, {name: m.time_us for name, m in measured.items()})
         explanation = self.explain()
