@@ -102,7 +102,10 @@ def test_the_automatic_choice_is_the_fastest_measured(platform):
         }
         plain = {"dense", "xla"} if point.op == "spmm" else {"xla"}
         times = {name: t for name, t in point.times_us.items() if name in kernels | plain}
-        chosen = dispatch.choose(call, platform, None).name
+        if "dense" in point.times_us and point.op != "spmm" and point.tokens >= 64:
+            # Plain JAX was not measured for gradients: docs/decisions.md states what is assumed instead.
+            times.setdefault("xla", 3 * point.times_us["dense"])
+        chosen = dispatch.choose(call, platform, None, capability="9.0" if platform == "cuda" else None).name
         assert times[chosen] <= 1.05 * min(times.values()), point
 
 
