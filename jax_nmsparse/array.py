@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -109,12 +112,24 @@ class NMSparse:
         self, values: jax.Array, mask: jax.Array, *, shape: Sequence[int], pattern: NMPattern | str, scales=None
     ) -> None:
         pattern = check_pattern("NMSparse", pattern)
-        shape = tuple(int(size) for size in shape)
+        try:
+            shape = tuple(operator.index(size) for size in shape)
+        except TypeError:
+            raise TypeError(
+                f"NMSparse: shape is {shape!r}, expected integers (..., in_features, out_features)"
+            ) from None
         if len(shape) < 2 or min(shape[-2:]) < 1:
             raise ValueError(f"NMSparse: shape is {shape}, expected (..., in_features, out_features), both at least 1")
         self.values, self.mask, self.scales = values, mask, scales
         self.pattern, self._features = pattern, shape[-2:]
         self._check_arrays(shape[:-2])
+
+    def check_arrays(self, op: str) -> None:
+        """Checks shapes and dtypes of the arrays against the static shape; slicing leaves one by one breaks them."""
+        try:
+            self._check_arrays(tuple(self.values.shape[:-5]))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{op}: w is inconsistent ({error}); leaves of a weight cannot be sliced alone") from None
 
     def _check_arrays(self, lead: tuple[int, ...]) -> None:
         layout = self.layout
@@ -314,7 +329,8 @@ class NMSparse:
         if wrong:
             raise ValueError(f"validate: {wrong} groups of mask keep another number of units than {self.pattern.n}")
         clean = _zero_padding(self.values, mask, layout)
-        dirty = int(np.sum(np.asarray(clean != self.values)))
+        differs = (clean != self.values) & ~(jnp.isnan(clean) & jnp.isnan(self.values))
+        dirty = int(np.sum(np.asarray(differs)))
         if dirty:
             raise ValueError(f"validate: {dirty} values in the padding beyond {_dims(self._features)} are not zero")
         if self.scales is not None and not bool(jnp.all(jnp.isfinite(self.scales) & (self.scales > 0))):
@@ -392,3 +408,26 @@ def _zero_padding(values: jax.Array, mask: jax.Array, layout: Layout) -> jax.Arr
     column = (jnp.arange(layout.out_blocks)[:, None] * layout.bn + jnp.arange(layout.bn))[:, None, None, :]
     inside = (row < layout.in_features) & (column < layout.out_features)
     return jnp.where(inside, values, jnp.zeros((), values.dtype))
+
+
+def _serialize_aux(aux: tuple[NMPattern, tuple[int, int]]) -> bytes:
+    pattern, features = aux
+    return json.dumps([layout_lib.FORMAT_VERSION, str(pattern), *features]).encode()
+
+
+def _deserialize_aux(data: bytes) -> tuple[NMPattern, tuple[int, int]]:
+    version, pattern, in_features, out_features = json.loads(bytes(data))
+    if version != layout_lib.FORMAT_VERSION:
+        raise ValueError(
+            f"NMSparse: the exported function has format version {version}, not {layout_lib.FORMAT_VERSION}"
+        )
+    return NMPattern.parse(pattern), (in_features, out_features)
+
+
+# So that exported functions whose arguments hold weights can be serialised.
+jax.export.register_pytree_node_serialization(
+    NMSparse,
+    serialized_name="jax_nmsparse.NMSparse",
+    serialize_auxdata=_serialize_aux,
+    deserialize_auxdata=_deserialize_aux,
+)

@@ -113,7 +113,7 @@ def pack_bits(keep: jax.Array) -> jax.Array:
 def unpack_bits(mask: jax.Array, units: int) -> jax.Array:
     """uint32 ``[..., words]`` -> bool ``[..., units]``."""
     bits = (mask[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & jnp.uint32(1)
-    return bits.reshape(*mask.shape[:-1], -1)[..., :units] != 0
+    return bits.reshape(*mask.shape[:-1], 32 * mask.shape[-1])[..., :units] != 0
 
 
 def kept_positions(mask: jax.Array, layout: Layout) -> jax.Array:

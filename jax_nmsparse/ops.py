@@ -36,6 +36,7 @@ def _as_operand(op: str, name: str, x: Any) -> jax.Array:
 def _check_weight(op: str, w: Any) -> NMSparse:
     if not isinstance(w, NMSparse):
         raise TypeError(f"{op}: w is a {type(w).__name__}, expected an NMSparse; prune(dense, pattern) makes one")
+    w.check_arrays(op)
     return w
 
 
@@ -365,7 +366,8 @@ def value_and_grad(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: boo
 
     Returns:
       A function that returns the value and gradients of the arguments' structure. The gradient of a weight is an
-      `NMSparse` with the same mask, whose values (and scales) are the derivatives; only kept units have any.
+      `NMSparse` with the same mask, whose values (and scales) are the derivatives; only kept units have any. Do not
+      hand it to an optimiser as a whole, which would update the mask too: optimise ``w.values``.
 
     Example:
       >>> import jax.numpy as jnp, jax_nmsparse as nms

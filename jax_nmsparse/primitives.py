@@ -28,6 +28,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 from jax.interpreters import ad, batching, xla
 from jax.sharding import PartitionSpec
@@ -57,15 +58,18 @@ def _spec(aval) -> tuple[Any, ...]:
     return spec + (None,) * (aval.ndim - len(spec))
 
 
-def _result_aval(op: str, shape, dtype, first, spec: tuple[Any, ...], contracted: tuple[Any, ...]):
+def _result_aval(op: str, shape, dtype, operands, spec: tuple[Any, ...], contracted: tuple[Any, ...]):
     """An abstract value that varies and is sharded as the operands say (mesh axes of explicit type)."""
-    if any(axis is not None for axis in contracted):
+    summed = sorted({str(axis) for axis in contracted if axis is not None})
+    if summed:
         raise ValueError(
-            f"{op}: an axis that is summed over is sharded over the explicit mesh axes {contracted}; "
+            f"{op}: an axis that is summed over is sharded over the explicit mesh axes {', '.join(summed)}; "
             "reshard it, or write the sum with jax.shard_map and jax.lax.psum"
         )
-    sharding = first.sharding.update(spec=PartitionSpec(*spec))
-    return first.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False, sharding=sharding)
+    # An operand that was not placed has an empty mesh; any other says which mesh it is.
+    placed = next((a for a in operands if not a.sharding.mesh.empty), operands[0])
+    sharding = placed.sharding.update(spec=PartitionSpec(*spec))
+    return operands[0].update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False, sharding=sharding)
 
 
 def _either(a, b):
@@ -78,9 +82,8 @@ def _fold_tokens(x: jax.Array) -> jax.Array:
     return jnp.moveaxis(x, 0, 1).reshape(batch, examples * tokens, features)
 
 
-def _unfold_tokens(y: jax.Array, examples: int) -> jax.Array:
-    batch, tokens, features = y.shape
-    return jnp.moveaxis(y.reshape(batch, examples, tokens // examples, features), 1, 0)
+def _unfold_tokens(y: jax.Array, examples: int, tokens: int) -> jax.Array:
+    return jnp.moveaxis(y.reshape(y.shape[0], examples, tokens, y.shape[-1]), 1, 0)
 
 
 def _fold_batch(operand: jax.Array, dim, examples: int) -> jax.Array:
@@ -90,8 +93,8 @@ def _fold_batch(operand: jax.Array, dim, examples: int) -> jax.Array:
     return operand.reshape(operand.shape[0] * operand.shape[1], *operand.shape[2:])
 
 
-def _unfold_batch(result: jax.Array, examples: int) -> jax.Array:
-    return result.reshape(examples, result.shape[0] // examples, *result.shape[1:])
+def _unfold_batch(result: jax.Array, examples: int, batch: int) -> jax.Array:
+    return result.reshape(examples, batch, *result.shape[1:])
 
 
 def _examples(operands, dims) -> int:
@@ -101,8 +104,9 @@ def _examples(operands, dims) -> int:
 def _batch_weight(bind, operands, dims, params):
     """Batching where the weight is mapped (experts, ensembles): one call with a longer batch axis."""
     examples = _examples(operands, dims)
+    batch = operands[0].shape[0] if dims[0] is None else np.delete(operands[0].shape, dims[0])[0]
     folded = [_fold_batch(x, d, examples) for x, d in zip(operands, dims, strict=True)]
-    return _unfold_batch(bind(*folded, **params), examples), 0
+    return _unfold_batch(bind(*folded, **params), examples, int(batch)), 0
 
 
 def _sum_tangents(terms, aval):
@@ -148,7 +152,7 @@ def split_extras(extras, has_scales: bool, has_bias: bool):
 def _spmm_abstract(x, values, mask, *extras, layout, dtype, **_):
     xs, vs = _spec(x), _spec(values)
     shape = (x.shape[0], x.shape[1], layout.out_features)
-    return _result_aval("spmm", shape, dtype, x, (_either(xs[0], vs[0]), xs[1], vs[2]), (xs[2], vs[1]))
+    return _result_aval("spmm", shape, dtype, (x, values), (_either(xs[0], vs[0]), xs[1], vs[2]), (xs[2], vs[1]))
 
 
 def _spmm_unfused(x, values, mask, scales, bias, *, layout, dtype, precision, implementation, activation):
@@ -203,8 +207,8 @@ def _spmm_transpose(ct, x, values, mask, *extras, layout, dtype, precision, impl
 def _spmm_batch(operands, dims, **params):
     x, *rest = operands
     if all(d is None for d in dims[1:]):
-        y = _spmm_bind(_fold_tokens(jnp.moveaxis(x, dims[0], 0)), *rest, **params)
-        return _unfold_tokens(y, x.shape[dims[0]]), 0
+        x = jnp.moveaxis(x, dims[0], 0)
+        return _unfold_tokens(_spmm_bind(_fold_tokens(x), *rest, **params), x.shape[0], x.shape[2]), 0
     return _batch_weight(_spmm_bind, operands, dims, params)
 
 
@@ -225,7 +229,7 @@ def spmm_t(g, values, mask, *, layout: Layout, dtype, precision, implementation)
 def _spmm_t_abstract(g, values, mask, *, layout, dtype, **_):
     gs, vs = _spec(g), _spec(values)
     shape = (g.shape[0], g.shape[1], layout.in_features)
-    return _result_aval("spmm_t", shape, dtype, g, (_either(gs[0], vs[0]), gs[1], vs[1]), (gs[2], vs[2]))
+    return _result_aval("spmm_t", shape, dtype, (g, values), (_either(gs[0], vs[0]), gs[1], vs[1]), (gs[2], vs[2]))
 
 
 def _spmm_t_jvp(primals, tangents, **params):
@@ -251,8 +255,8 @@ def _spmm_t_transpose(ct, g, values, mask, *, layout, dtype, precision, implemen
 def _spmm_t_batch(operands, dims, **params):
     g, *rest = operands
     if all(d is None for d in dims[1:]):
-        dx = spmm_t(_fold_tokens(jnp.moveaxis(g, dims[0], 0)), *rest, **params)
-        return _unfold_tokens(dx, g.shape[dims[0]]), 0
+        g = jnp.moveaxis(g, dims[0], 0)
+        return _unfold_tokens(spmm_t(_fold_tokens(g), *rest, **params), g.shape[0], g.shape[2]), 0
     return _batch_weight(spmm_t, operands, dims, params)
 
 
@@ -274,7 +278,7 @@ def _sddmm_abstract(x, g, mask, *, layout, dtype, **_):
     xs, gs, ms = _spec(x), _spec(g), _spec(mask)
     shape = (x.shape[0], *layout.values_shape)
     spec = (_either(xs[0], ms[0]), _either(xs[2], ms[1]), _either(gs[2], ms[2]), None, None, None)
-    return _result_aval("sddmm", shape, dtype, x, spec, (xs[1], gs[1]))
+    return _result_aval("sddmm", shape, dtype, (x, g, mask), spec, (xs[1], gs[1]))
 
 
 def _sddmm_jvp(primals, tangents, **params):

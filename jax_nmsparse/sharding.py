@@ -96,7 +96,8 @@ def _factor_axes(op: str, mesh, layout: Layout, operands, result) -> dict[str, t
     # The weight's arrays first: values and mask, or the mask alone.
     named.sort(key=lambda pair: pair[0] != "bwo")
     for factors, aval in [*named, (_RESULT[op], result)]:
-        spec = tuple(aval.sharding.spec) + (None,) * 3
+        # Where XLA has no named sharding to report, nothing is split.
+        spec = tuple(getattr(aval.sharding, "spec", ())) + (None,) * 3
         for factor, entry in zip(factors, spec, strict=False):
             if _axes(entry):
                 wanted[factor].append(_axes(entry))

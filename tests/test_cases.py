@@ -93,7 +93,7 @@ def test_the_automatic_choice_is_the_fastest_measured(platform):
     for point in points:
         layout = Layout(point.pattern, point.in_features, point.out_features)
         precision = jax.lax.Precision.HIGHEST if point.exact else None
-        x_dtype = jnp.dtype(jnp.bfloat16 if point.dtype == "int8" else point.dtype)
+        x_dtype = jnp.dtype(jnp.bfloat16 if jnp.dtype(point.dtype).itemsize == 1 else point.dtype)
         call = dispatch.Call(point.op, layout, 1, point.tokens, x_dtype, jnp.dtype(point.dtype), x_dtype, precision)
         kernels = {
             k.name
