@@ -60,7 +60,7 @@ def _spec(aval) -> tuple[Any, ...]:
 
 def _result_aval(op: str, shape, dtype, operands, spec: tuple[Any, ...], contracted: tuple[Any, ...]):
     """An abstract value that varies and is sharded as the operands say (mesh axes of explicit type)."""
-    summed = sorted({str(axis) for axis in contracted if axis is not None})
+    summed = sorted({repr(axis) for axis in contracted if axis is not None})
     if summed:
         raise ValueError(
             f"{op}: an axis that is summed over is sharded over the explicit mesh axes {', '.join(summed)}; "

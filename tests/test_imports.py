@@ -20,7 +20,7 @@ LEVELS = (
     ("primitives", "dispatch", "sharding"),
     ("lowering",),
     ("ops",),
-    ("pruning.magnitude", "quantization", "explanation"),
+    ("pruning.magnitude", "quantization", "explanation", "aot"),
     ("pruning",),
     ("linen", "nnx", "checkpoint", "training"),
     ("__init__",),
