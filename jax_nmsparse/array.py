@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import operator
 from collections.abc import Sequence
@@ -370,8 +371,26 @@ def _nonzero_mask(dense: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Arra
 
 
 @jax.jit(static_argnums=2)
-def _gather_units(dense: jax.Array, mask: jax.Array, layout: Layout) -> jax.Array:
+def _compress(dense: jax.Array, mask: jax.Array, layout: Layout) -> jax.Array:
     return layout_lib.compress(layout_lib.to_units(dense, layout), mask, layout)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _gather_units(dense: jax.Array, mask: jax.Array, layout: Layout) -> jax.Array:
+    """The kept units, moved as bits: XLA's CPU backend moves bfloat16 through float32 and flushes subnormal numbers.
+
+    The two casts are outside the jitted function, where XLA would cancel them.
+    """
+    if not jnp.issubdtype(dense.dtype, jnp.floating):
+        return _compress(dense, mask, layout)
+    bits = lax.bitcast_convert_type(dense, jnp.dtype(f"uint{8 * dense.dtype.itemsize}"))
+    return lax.bitcast_convert_type(_compress(bits, mask, layout), dense.dtype)
+
+
+@_gather_units.defjvp
+def _gather_units_jvp(layout, primals, tangents):
+    # Linear in dense: the tangent is gathered as numbers, so that it can be transposed.
+    return _gather_units(*primals, layout), _compress(tangents[0], primals[1], layout)
 
 
 _positions = jax.jit(layout_lib.kept_positions, static_argnums=1)
