@@ -7,8 +7,6 @@ import contextvars
 import dataclasses
 from collections.abc import Iterator
 
-from jax import lax
-
 from jax_nmsparse import native, tuning
 from jax_nmsparse.kernels import KERNELS, Call, Kernel
 
@@ -129,7 +127,7 @@ _MANY_TOKENS = 64
 def _fastest(call: Call, implementation: str, names: tuple[str, ...]) -> tuple[str | None, str]:
     """What was fastest of these at the nearest point that was measured, and why."""
     layout = call.layout
-    exact = call.dtypes[1] == "float32" and call.precision in (lax.Precision.HIGH, lax.Precision.HIGHEST)
+    exact = call.dtypes[1] == "float32" and call.is_exact
     points = tuning.nearest(
         implementation,
         call.op,

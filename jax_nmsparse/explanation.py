@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jax_nmsparse import dispatch, ops
 from jax_nmsparse.array import NMSparse
@@ -149,7 +148,7 @@ def _device(device: Any) -> tuple[str, str]:
 
 def _rate(call: Call, ceilings: Ceilings) -> float:
     dtype = call.dtypes[0]
-    if dtype == "float32" and call.precision not in (lax.Precision.HIGH, lax.Precision.HIGHEST):
+    if dtype == "float32" and not call.is_exact:
         dtype = "tf32"
     return ceilings.flops.get(dtype, ceilings.flops["float32"])
 

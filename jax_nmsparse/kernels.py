@@ -41,8 +41,10 @@ class Call:
         return jnp.dtype(self.x_dtype).name, jnp.dtype(self.values_dtype).name
 
     @property
-    def kind(self) -> str:
-        return "ew" if self.layout.pattern.is_elementwise else "block"
+    def is_exact(self) -> bool:
+        """Whether more than the default precision was asked for, of either operand."""
+        asked = self.precision if isinstance(self.precision, tuple) else (self.precision,)
+        return any(p in (lax.Precision.HIGH, lax.Precision.HIGHEST) for p in asked)
 
 
 @dataclasses.dataclass(frozen=True)

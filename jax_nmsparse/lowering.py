@@ -20,7 +20,6 @@ from jax_nmsparse.layout import Layout
 from jax_nmsparse.primitives import nm_sddmm_p, nm_spmm_p, nm_spmm_t_p, split_extras
 
 _ACTIVATION_CODES = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
-_EXACT = (lax.Precision.HIGH, lax.Precision.HIGHEST)
 
 
 def target_name(op: str, implementation: str) -> str:
@@ -54,7 +53,7 @@ def _native(op: str, kernel: Kernel, call: Call, activation: str | None):
     attributes = {
         "window_units": np.int64(call.layout.window_units),
         "activation": np.int64(_ACTIVATION_CODES[activation]),
-        "precision": np.int64(_is_exact(call.precision)),
+        "precision": np.int64(call.is_exact),
         "kernel": kernel.name,
     }
     shape = {
@@ -76,12 +75,6 @@ def _native(op: str, kernel: Kernel, call: Call, activation: str | None):
         return jax.ffi.ffi_call(target, results, **layouts)(*operands, **attributes)[0]
 
     return run
-
-
-def _is_exact(precision) -> bool:
-    if isinstance(precision, tuple):
-        return any(p in _EXACT for p in precision)
-    return precision in _EXACT
 
 
 def _spmm(choice: Choice, call: Call, params, axes: tuple[str, ...]):
