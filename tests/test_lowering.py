@@ -68,6 +68,29 @@ def test_lowers_for_cuda_on_a_machine_without_a_gpu(op, implementation):
             assert f'kernel = "{choice.kernel.name}"' in text
 
 
+@pytest.mark.parametrize(
+    ("op", "kernel", "operands", "result"),
+    [
+        ("spmm", "block_wgmma", ["1, 2, 0", "5, 4, 3, 2, 1, 0"], "1, 2, 0"),
+        ("spmm_t", "block_t_wgmma", ["1, 2, 0", "5, 4, 3, 2, 1, 0"], "1, 2, 0"),
+        ("sddmm", "block_sddmm_wgmma", ["1, 2, 0", "1, 2, 0"], "5, 4, 3, 2, 1, 0"),
+    ],
+)
+def test_feature_major_kernels_ask_for_activations_with_tokens_innermost(monkeypatch, op, kernel, operands, result):
+    """Layouts, minor axis first, of [batch, tokens, features] and of [batch, windows, out_blocks, q, bk, bn]."""
+    monkeypatch.setitem(native.MODULES, "cuda", native.NativeModule("cuda", frozenset(), None))
+    monkeypatch.setattr(native, "cuda_capability", lambda: "9.0")
+    with dispatch.only_kernel(kernel):
+        text = _lower(op, _structs(256, 256, 128, "8:32/1x128", jnp.bfloat16), "cuda", implementation="cuda")
+    (call,) = [line for line in text.splitlines() if f"@{target_name(op, 'cuda')}(" in line]
+    asked = {
+        name: re.findall(r"dense<\[?([\d, ]+)\]?>", found)
+        for name, found in re.findall(r"(operand_layouts|result_layouts) = \[(.*?)\] *[,}]", call)
+    }
+    assert asked["operand_layouts"][:2] == operands
+    assert asked["result_layouts"][0] == result
+
+
 @needs_cpu
 @pytest.mark.parametrize("op", OPS)
 def test_the_cpu_kernel_is_called(op):

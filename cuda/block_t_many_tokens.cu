@@ -1,0 +1,141 @@
+// Launchers of block_t_many_tokens.cuh (vector-wise) and block_t_units.cuh (block-wise): which problems they take,
+// which tile runs.
+//
+// Memory order: problem.g is [batch, out_features, tokens] and the result [batch, in_features, tokens] (feature-major),
+// although the shapes in problem.geometry are those of the row-major call.
+#include <algorithm>
+
+#include "cuda/block_launch.h"
+#include "cuda/block_t_many_tokens.cuh"
+#include "cuda/block_t_units.cuh"
+#include "cuda/kernels.h"
+
+namespace nmsparse::cuda {
+namespace {
+
+constexpr int kSharedBytes = 227 * 1024;  // that a block may use
+constexpr int kMostKept = 16;             // of a window of vector-wise weights
+
+// What the kernels can be asked for; every other problem is another kernel's.
+bool Supports(const Problem& problem) {
+  const Geometry& g = problem.geometry;
+  const DType dtype = problem.g.dtype, result = problem.result.dtype;
+  const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
+  const auto fits = [](int64_t v) { return v < (int64_t{1} << 31); };
+  return (dtype == DType::kBF16 || dtype == DType::kF16) && problem.values.dtype == dtype &&
+         (result == DType::kBF16 || result == DType::kF16 || result == DType::kF32) &&
+         ((g.bk == 1 && g.q <= kMostKept) || g.bk % kChunk == 0) && g.window_units <= kMaskBits && g.bn % kChunk == 0 &&
+         g.tokens % 8 == 0 && g.tokens > 0 && fits(g.tokens) && fits(g.windows * g.rows_per_window()) &&
+         fits(g.out_blocks * g.bn) && fits(g.batch) && aligned(problem.g.data) && aligned(problem.values.data) &&
+         aligned(problem.result.data);
+}
+
+CUtensorMapDataType MapType(const Operand& operand) {
+  return operand.dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+}
+
+constexpr uint64_t kBytes = 2;  // of an element
+
+// Boxes of `columns` columns of g, 64 tokens.
+cudaError_t EncodeTokens(const Problem& problem, uint32_t columns, CUtensorMap* map) {
+  const Geometry& g = problem.geometry;
+  const uint64_t row = g.tokens * kBytes;
+  return EncodeTensorMap({MapType(problem.g),
+                          problem.g.data,
+                          3,
+                          {uint64_t(g.tokens), uint64_t(g.out_features), uint64_t(g.batch)},
+                          {row, row * g.out_features},
+                          {kChunk, columns, 1}},
+                         map);
+}
+
+template <class C>
+cudaError_t LaunchVectors(const Problem& problem, int multiprocessors, cudaStream_t stream) {
+  using namespace block_t;  // NOLINT(build/namespaces)
+  const Geometry& g = problem.geometry;
+  Arguments a{};
+  a.geometry = g;
+  a.mask = problem.mask;
+  a.result = problem.result;
+  a.chunks = g.bn / kChunk;
+  a.slots = std::min(kMaxSlots, (kSharedBytes - C::kFixedBytes) / C::kStageBytes);
+  a.token_tiles = static_cast<int32_t>(CeilDiv(g.tokens, C::kTokens));
+  a.window_tiles = static_cast<int32_t>(CeilDiv(g.windows, C::kGroups * kWindows * C::kCluster) * C::kCluster);
+  const int64_t tiles = g.batch * a.token_tiles * a.window_tiles;
+  if (tiles > kMaxBlocks) return cudaErrorNotSupported;
+  a.tiles = static_cast<int32_t>(tiles);
+  const uint64_t line = g.bn * kBytes, list = g.q * line, window = list * g.out_blocks;
+  // Windows before ranks: a box lies in shared memory rank by rank.
+  const TensorMapSpec values{
+      MapType(problem.values),
+      problem.values.data,
+      5,
+      {uint64_t(g.bn), uint64_t(g.windows), uint64_t(g.q), uint64_t(g.out_blocks), uint64_t(g.batch)},
+      {window, line, list, window * g.windows},
+      {kChunk, kWindows, uint32_t(g.q), 1, 1}};
+  cudaError_t error = EncodeTensorMap(values, &a.values);
+  if (error == cudaSuccess) error = EncodeTokens(problem, kChunk / C::kCluster, &a.g);
+  if (error != cudaSuccess) return error;
+  const int bytes = a.slots * C::kStageBytes + C::kFixedBytes;
+  const int blocks = std::min(a.tiles, multiprocessors / C::kCluster * C::kCluster);
+  return block::LaunchInClusters(ManyTokensT<C>, dim3(blocks), kThreads, bytes, C::kCluster, stream, a);
+}
+
+template <class C>
+cudaError_t LaunchUnits(const Problem& problem, int multiprocessors, cudaStream_t stream) {
+  using namespace block_t_units;  // NOLINT(build/namespaces)
+  const Geometry& g = problem.geometry;
+  Arguments a{};
+  a.geometry = g;
+  a.mask = problem.mask;
+  a.result = problem.result;
+  a.chunks = g.bn / kChunk;
+  a.slots = std::min(kMaxSlots, (kSharedBytes - C::kFixedBytes) / C::kStageBytes);
+  a.token_tiles = static_cast<int32_t>(CeilDiv(g.tokens, C::kTokens));
+  a.row_tiles = static_cast<int32_t>(CeilDiv(g.in_features, C::kRows));
+  const int64_t tiles = g.batch * a.token_tiles * a.row_tiles;
+  if (tiles > kMaxBlocks) return cudaErrorNotSupported;
+  a.tiles = static_cast<int32_t>(tiles);
+  const uint64_t line = g.bn * kBytes, list = uint64_t(g.q) * g.bk * line, window = list * g.out_blocks;
+  const TensorMapSpec values{
+      MapType(problem.values),
+      problem.values.data,
+      5,
+      {uint64_t(g.bn), uint64_t(g.q) * g.bk, uint64_t(g.out_blocks), uint64_t(g.windows), uint64_t(g.batch)},
+      {line, list, window, window * g.windows},
+      {kChunk, C::kRows, 1, 1, 1}};
+  cudaError_t error = EncodeTensorMap(values, &a.values);
+  if (error == cudaSuccess) error = EncodeTokens(problem, kChunk, &a.g);
+  if (error != cudaSuccess) return error;
+  const int bytes = a.slots * C::kStageBytes + C::kFixedBytes;
+  error = cudaFuncSetAttribute(ManyTokensUnits<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error != cudaSuccess) return error;
+  ManyTokensUnits<C><<<std::min(a.tiles, multiprocessors), kThreads, bytes, stream>>>(a);
+  return cudaGetLastError();
+}
+
+template <class T>
+cudaError_t LaunchFor(const Problem& problem, int multiprocessors, cudaStream_t stream) {
+  const Geometry& g = problem.geometry;
+  if (g.bk % 128 == 0) return LaunchUnits<block_t_units::Config<T, 128>>(problem, multiprocessors, stream);
+  if (g.bk % kChunk == 0) return LaunchUnits<block_t_units::Config<T, 64>>(problem, multiprocessors, stream);
+  if (g.q <= 4) return LaunchVectors<block_t::Config<T, 32, 1, 1>>(problem, multiprocessors, stream);
+  if (g.q <= 8) return LaunchVectors<block_t::Config<T, 64, 2, 1>>(problem, multiprocessors, stream);
+  return LaunchVectors<block_t::Config<T, 128, 2, 1>>(problem, multiprocessors, stream);
+}
+
+}  // namespace
+
+cudaError_t BlockWgmmaSpmmT(const Problem& problem, cudaStream_t stream) {
+  const Geometry& g = problem.geometry;
+  if (!Supports(problem)) return cudaErrorNotSupported;
+  block::Device device;
+  const cudaError_t error = block::QueryDevice(&device);
+  if (error != cudaSuccess) return error;
+  if (device.major != 9) return cudaErrorNotSupported;  // wgmma exists there alone
+  if (g.batch == 0 || g.in_features == 0 || g.out_blocks == 0) return cudaSuccess;
+  return problem.g.dtype == DType::kBF16 ? LaunchFor<__nv_bfloat16>(problem, device.multiprocessors, stream)
+                                         : LaunchFor<__half>(problem, device.multiprocessors, stream);
+}
+
+}  // namespace nmsparse::cuda
