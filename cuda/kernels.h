@@ -42,6 +42,10 @@ cudaError_t BlockWgmmaSpmmT(const Problem& problem, cudaStream_t stream);
 cudaError_t BlockWgmmaSddmm(const Problem& problem, cudaStream_t stream);
 cudaError_t EwWgmmaSddmm(const Problem& problem, cudaStream_t stream);
 
+// block_fma.cu: vector- and block-wise weights of bn a multiple of 32, float32 on CUDA cores, many tokens.
+// Feature-major.
+cudaError_t BlockFmaSpmm(const Problem& problem, cudaStream_t stream);
+
 // block_few_tokens.cu: 1 to 128 tokens, bfloat16 or float16, bn a multiple of 16, on tensor cores.
 // block_simt.cu: few tokens, float32 arithmetic, any block and weight dtype but int8 activations.
 // few_tokens_t.cu: the transposed product for few tokens, every pattern and block.
@@ -66,6 +70,7 @@ inline constexpr Kernel kSpmmKernels[] = {
     {"ew_sparse24", EwSparse24},
     // Feature-major:
     {"block_wgmma", BlockWgmmaSpmm, true},
+    {"block_fma", BlockFmaSpmm, true},
 };
 
 inline constexpr Kernel kSpmmTKernels[] = {

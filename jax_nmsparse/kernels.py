@@ -184,6 +184,17 @@ def _block_wgmma(call: Call) -> str | None:
     return _dtypes(call, _SAME_HALVES, _FLOATS) or _tile(call, 64, 2**31)
 
 
+def _block_fma(call: Call) -> str | None:
+    layout = call.layout
+    if layout.window_units > 32:
+        return f"takes windows of up to 32 units, not {layout.window_units}"
+    if layout.bn % 32:
+        return f"takes blocks whose columns are a multiple of 32, not {layout.bn}"
+    if call.tokens % 4:
+        return f"takes tokens in multiples of 4, not {call.tokens}"
+    return _dtypes(call, frozenset({("float32", "float32")}), ("float32",))
+
+
 def _gradient_tokens(call: Call) -> str | None:
     """What the feature-major kernels of both gradients ask of tokens and dtypes."""
     if call.tokens % 8 or not call.tokens:
@@ -248,6 +259,14 @@ KERNELS: tuple[Kernel, ...] = (
         _block_wgmma,
         feature_major=True,
         capability="9.0",
+    ),
+    Kernel(
+        "block_fma",
+        "cuda",
+        ("spmm",),
+        "vector- and block-wise in full float32, many tokens, on CUDA cores, feature-major",
+        _block_fma,
+        feature_major=True,
     ),
     Kernel("block_mma", "cuda", ("spmm",), "vector- and block-wise on tensor cores, few tokens", _block_mma),
     Kernel("block_simt", "cuda", ("spmm",), "few tokens of any block, on CUDA cores", _block_simt),
