@@ -7,7 +7,8 @@
 // Layouts. values [batch, windows, out_blocks, q, bk, bn]: runs of bn elements. x [batch, in_features, tokens] and y
 //   [batch, out_features, tokens] are contiguous along tokens.
 // Step. kDepth kept rows, counted over all windows. Rows that do not exist are zeros in both operands.
-// Ownership. A block of 256 threads owns kColumns columns x kTokens tokens, a thread 8 x 8 of them: columns 4 c ... + 3
+// Ownership. A block of 128 threads owns kColumns columns x kTokens tokens, a thread 8 x 16 of them: columns 4 c ... +
+// 3
 //   and 16 more on, tokens 4 t ... + 3 and 32 more on, of its warp's 32 x 64; so a warp's reads are runs of 64 and 128
 //   bytes. Two blocks share a multiprocessor: one writes results or waits while the other multiplies.
 // Shared memory (bytes): kStages x kDepth x 4 x (kColumns + kTokens), columns first; (kStages + 1) x kDepth x 8 places
@@ -22,9 +23,11 @@
 
 namespace nmsparse::cuda::block_fma {
 
-inline constexpr int kThreads = 256;
+inline constexpr int kThreads = 128;
+inline constexpr int kThreadColumns = 8;
+inline constexpr int kThreadTokens = 16;
 inline constexpr int kWarpColumns = 32;
-inline constexpr int kWarpTokens = 64;
+inline constexpr int kWarpTokens = 128;
 inline constexpr int kDepth = 16;
 
 template <int kColumns_, int kTokens_, int kStages_>
@@ -89,7 +92,7 @@ class Tile {
       if (step < steps) Copy(step);
       block::CommitCopies();
     }
-    float sum[8][8] = {};
+    float sum[kThreadColumns][kThreadTokens] = {};
     for (int step = 0; step < steps; ++step) {
       block::WaitForCopies<C::kStages - 2>();
       __syncthreads();  // this step's lines are there for all, and nobody reads those of the step before any more
@@ -149,41 +152,45 @@ class Tile {
     }
   }
 
-  __device__ void Multiply(int step, float (&sum)[8][8]) const {
+  __device__ void Multiply(int step, float (&sum)[kThreadColumns][kThreadTokens]) const {
     const float* const columns = stages_ + step % C::kStages * C::kStageFloats + thread_column_;
     const float* const tokens = stages_ + step % C::kStages * C::kStageFloats + kDepth * C::kColumns + thread_token_;
 #pragma unroll
     for (int depth = 0; depth < kDepth; ++depth) {
-      float left[8], right[8];
-      Load(columns + depth * C::kColumns, kWarpColumns / 2, left);
-      Load(tokens + depth * C::kTokens, kWarpTokens / 2, right);
+      float left[kThreadColumns], right[kThreadTokens];
+      Load<kWarpColumns>(columns + depth * C::kColumns, left);
+      Load<kWarpTokens>(tokens + depth * C::kTokens, right);
 #pragma unroll
-      for (int c = 0; c < 8; ++c) {
+      for (int c = 0; c < kThreadColumns; ++c) {
 #pragma unroll
-        for (int t = 0; t < 8; ++t) sum[c][t] = fmaf(left[c], right[t], sum[c][t]);
+        for (int t = 0; t < kThreadTokens; ++t) sum[c][t] = fmaf(left[c], right[t], sum[c][t]);
       }
     }
   }
-  __device__ static void Load(const float* from, int apart, float (&to)[8]) {
-    const float4 low = *reinterpret_cast<const float4*>(from), high = *reinterpret_cast<const float4*>(from + apart);
-    to[0] = low.x, to[1] = low.y, to[2] = low.z, to[3] = low.w;
-    to[4] = high.x, to[5] = high.y, to[6] = high.z, to[7] = high.w;
+  // Runs of four, evenly spread over the warp's `kAcross`.
+  template <int kAcross, int kCount>
+  __device__ static void Load(const float* from, float (&to)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+      const float4 four = *reinterpret_cast<const float4*>(from + i / 4 * (kAcross * 4 / kCount));
+      to[i] = four.x, to[i + 1] = four.y, to[i + 2] = four.z, to[i + 3] = four.w;
+    }
   }
 
-  __device__ void Store(const float (&sum)[8][8]) const {
+  __device__ void Store(const float (&sum)[kThreadColumns][kThreadTokens]) const {
     const Geometry& g = a_.geometry;
 #pragma unroll
-    for (int c = 0; c < 8; ++c) {
+    for (int c = 0; c < kThreadColumns; ++c) {
       const int64_t column = int64_t{column_} + thread_column_ + c / 4 * (kWarpColumns / 2) + c % 4;
       if (column >= g.out_features) continue;
       const int64_t feature = batch_ * g.out_features + column;
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int64_t token = int64_t{token_} + thread_token_ + half * (kWarpTokens / 2);
+      for (int run = 0; run < kThreadTokens / 4; ++run) {
+        const int64_t token = int64_t{token_} + thread_token_ + run * (kWarpTokens * 4 / kThreadTokens);
         if (token >= g.tokens) continue;
         float v[4];
 #pragma unroll
-        for (int t = 0; t < 4; ++t) v[t] = sum[c][half * 4 + t];
+        for (int t = 0; t < 4; ++t) v[t] = sum[c][run * 4 + t];
         if (!IsIdentity(a_.epilogue)) {
 #pragma unroll
           for (int t = 0; t < 4; ++t) v[t] = Finish(a_.epilogue, feature, v[t]);

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "cuda/block_launch.h"
+#include "cuda/block_t_expand.cuh"
 #include "cuda/block_t_many_tokens.cuh"
 #include "cuda/block_t_units.cuh"
 #include "cuda/kernels.h"
@@ -14,7 +15,6 @@ namespace nmsparse::cuda {
 namespace {
 
 constexpr int kSharedBytes = 227 * 1024;  // that a block may use
-constexpr int kMostKept = 16;             // of a window of vector-wise weights
 
 // What the kernels can be asked for; every other problem is another kernel's.
 bool Supports(const Problem& problem) {
@@ -24,10 +24,9 @@ bool Supports(const Problem& problem) {
   const auto fits = [](int64_t v) { return v < (int64_t{1} << 31); };
   return (dtype == DType::kBF16 || dtype == DType::kF16) && problem.values.dtype == dtype &&
          (result == DType::kBF16 || result == DType::kF16 || result == DType::kF32) &&
-         ((g.bk == 1 && g.q <= kMostKept) || g.bk % kChunk == 0) && g.window_units <= kMaskBits && g.bn % kChunk == 0 &&
-         g.tokens % 8 == 0 && g.tokens > 0 && fits(g.tokens) && fits(g.windows * g.rows_per_window()) &&
-         fits(g.out_blocks * g.bn) && fits(g.batch) && aligned(problem.g.data) && aligned(problem.values.data) &&
-         aligned(problem.result.data);
+         (g.bk == 1 || g.bk % kChunk == 0) && g.window_units <= kMaskBits && g.bn % kChunk == 0 && g.tokens % 8 == 0 &&
+         g.tokens > 0 && fits(g.tokens) && fits(g.windows * g.rows_per_window()) && fits(g.out_blocks * g.bn) &&
+         fits(g.batch) && aligned(problem.g.data) && aligned(problem.values.data) && aligned(problem.result.data);
 }
 
 CUtensorMapDataType MapType(const Operand& operand) {
@@ -36,8 +35,8 @@ CUtensorMapDataType MapType(const Operand& operand) {
 
 constexpr uint64_t kBytes = 2;  // of an element
 
-// Boxes of `columns` columns of g, 64 tokens.
-cudaError_t EncodeTokens(const Problem& problem, uint32_t columns, CUtensorMap* map) {
+// Boxes of 64 columns of g, 64 tokens.
+cudaError_t EncodeTokens(const Problem& problem, CUtensorMap* map) {
   const Geometry& g = problem.geometry;
   const uint64_t row = g.tokens * kBytes;
   return EncodeTensorMap({MapType(problem.g),
@@ -45,7 +44,7 @@ cudaError_t EncodeTokens(const Problem& problem, uint32_t columns, CUtensorMap* 
                           3,
                           {uint64_t(g.tokens), uint64_t(g.out_features), uint64_t(g.batch)},
                           {row, row * g.out_features},
-                          {kChunk, columns, 1}},
+                          {kChunk, kChunk, 1}},
                          map);
 }
 
@@ -60,7 +59,7 @@ cudaError_t LaunchVectors(const Problem& problem, int multiprocessors, cudaStrea
   a.chunks = g.bn / kChunk;
   a.slots = std::min(kMaxSlots, (kSharedBytes - C::kFixedBytes) / C::kStageBytes);
   a.token_tiles = static_cast<int32_t>(CeilDiv(g.tokens, C::kTokens));
-  a.window_tiles = static_cast<int32_t>(CeilDiv(g.windows, C::kGroups * kWindows * C::kCluster) * C::kCluster);
+  a.window_tiles = static_cast<int32_t>(CeilDiv(g.windows, C::kGroups * kWindows));
   const int64_t tiles = g.batch * a.token_tiles * a.window_tiles;
   if (tiles > kMaxBlocks) return cudaErrorNotSupported;
   a.tiles = static_cast<int32_t>(tiles);
@@ -74,11 +73,13 @@ cudaError_t LaunchVectors(const Problem& problem, int multiprocessors, cudaStrea
       {window, line, list, window * g.windows},
       {kChunk, kWindows, uint32_t(g.q), 1, 1}};
   cudaError_t error = EncodeTensorMap(values, &a.values);
-  if (error == cudaSuccess) error = EncodeTokens(problem, kChunk / C::kCluster, &a.g);
+  if (error == cudaSuccess) error = EncodeTokens(problem, &a.g);
   if (error != cudaSuccess) return error;
   const int bytes = a.slots * C::kStageBytes + C::kFixedBytes;
-  const int blocks = std::min(a.tiles, multiprocessors / C::kCluster * C::kCluster);
-  return block::LaunchInClusters(ManyTokensT<C>, dim3(blocks), kThreads, bytes, C::kCluster, stream, a);
+  error = cudaFuncSetAttribute(ManyTokensT<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error != cudaSuccess) return error;
+  ManyTokensT<C><<<std::min(a.tiles, multiprocessors), kThreads, bytes, stream>>>(a);
+  return cudaGetLastError();
 }
 
 template <class C>
@@ -105,7 +106,7 @@ cudaError_t LaunchUnits(const Problem& problem, int multiprocessors, cudaStream_
       {line, list, window, window * g.windows},
       {kChunk, C::kRows, 1, 1, 1}};
   cudaError_t error = EncodeTensorMap(values, &a.values);
-  if (error == cudaSuccess) error = EncodeTokens(problem, kChunk, &a.g);
+  if (error == cudaSuccess) error = EncodeTokens(problem, &a.g);
   if (error != cudaSuccess) return error;
   const int bytes = a.slots * C::kStageBytes + C::kFixedBytes;
   error = cudaFuncSetAttribute(ManyTokensUnits<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
@@ -115,13 +116,51 @@ cudaError_t LaunchUnits(const Problem& problem, int multiprocessors, cudaStream_
 }
 
 template <class T>
+cudaError_t LaunchExpanded(const Problem& problem, int multiprocessors, cudaStream_t stream) {
+  using namespace block_t_expand;  // NOLINT(build/namespaces)
+  const Geometry& g = problem.geometry;
+  Arguments a{};
+  a.geometry = g;
+  a.values_data = problem.values.data;
+  a.g_data = problem.g.data;
+  a.mask = problem.mask;
+  a.result = problem.result;
+  a.chunks = g.bn / kChunk;
+  constexpr int kSwizzle = 1024;  // bytes that stages start at multiples of
+  const int value_bytes = kWindows * g.q * kLineBytes;
+  a.stage_bytes = kTokenChunks * kChunkBytes + static_cast<int>(CeilDiv(value_bytes, kSwizzle)) * kSwizzle;
+  a.slots = std::min(kMaxSlots, (kSharedBytes - kFixedBytes) / a.stage_bytes);
+  a.token_tiles = static_cast<int32_t>(CeilDiv(g.tokens, kTokens));
+  a.window_tiles = static_cast<int32_t>(CeilDiv(g.windows, kWindows));
+  const int64_t tiles = g.batch * a.token_tiles * a.window_tiles;
+  if (tiles > kMaxBlocks) return cudaErrorNotSupported;
+  a.tiles = static_cast<int32_t>(tiles);
+  const uint64_t line = g.bn * kBytes, list = g.q * line, window = list * g.out_blocks;
+  const TensorMapSpec values{
+      MapType(problem.values),
+      problem.values.data,
+      5,
+      {uint64_t(g.bn), uint64_t(g.q), uint64_t(g.out_blocks), uint64_t(g.windows), uint64_t(g.batch)},
+      {line, list, window, window * g.windows},
+      {kChunk, uint32_t(g.q), 1, kWindows, 1}};
+  cudaError_t error = EncodeTensorMap(values, &a.values);
+  if (error == cudaSuccess) error = EncodeTokens(problem, &a.g);
+  if (error != cudaSuccess) return error;
+  const int bytes = a.slots * a.stage_bytes + kFixedBytes;
+  error = cudaFuncSetAttribute(ManyTokensExpanded<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error != cudaSuccess) return error;
+  ManyTokensExpanded<T><<<std::min(a.tiles, multiprocessors), kThreads, bytes, stream>>>(a);
+  return cudaGetLastError();
+}
+
+template <class T>
 cudaError_t LaunchFor(const Problem& problem, int multiprocessors, cudaStream_t stream) {
   const Geometry& g = problem.geometry;
   if (g.bk % 128 == 0) return LaunchUnits<block_t_units::Config<T, 128>>(problem, multiprocessors, stream);
   if (g.bk % kChunk == 0) return LaunchUnits<block_t_units::Config<T, 64>>(problem, multiprocessors, stream);
-  if (g.q <= 4) return LaunchVectors<block_t::Config<T, 32, 1, 1>>(problem, multiprocessors, stream);
-  if (g.q <= 8) return LaunchVectors<block_t::Config<T, 64, 2, 1>>(problem, multiprocessors, stream);
-  return LaunchVectors<block_t::Config<T, 128, 2, 1>>(problem, multiprocessors, stream);
+  if (g.q <= 4) return LaunchVectors<block_t::Config<T, 32, 2>>(problem, multiprocessors, stream);
+  if (g.q <= 8) return LaunchVectors<block_t::Config<T, 64, 2>>(problem, multiprocessors, stream);
+  return LaunchExpanded<T>(problem, multiprocessors, stream);
 }
 
 }  // namespace

@@ -14,13 +14,13 @@
 // Layouts. values [batch, windows, out_blocks, q, 1, bn]; g [batch, out_features, tokens] and dx [batch, in_features,
 //   tokens] are contiguous along tokens. g is MN-major, values are K-major: nothing is transposed.
 // Stage. 64 columns of one column block: 64 lines of g per 64 tokens, kLines lines of values per eight windows. The
-// last
-//   stage of a column block also holds the list of its kept rows, a byte each.
+// last stage of a column
+//   block also holds the list of its kept rows, a byte each.
 // Ownership. A block (one per multiprocessor, persistent) owns kTokenChunks x 64 tokens and kGroups x 8 windows at a
-//   time, each of its two consumer warpgroups 64 tokens of eight windows. Producer warp 0 copies, warp 1 lists.
+//   time, each of its two consumer warpgroups 64 tokens of eight windows. Producer warp 0 copies, the others list.
 // Shared memory (bytes): 131072 sums, [warp][window parity][unit][lane][2] float32; ring of slots x (8192 kTokenChunks
 // +
-//   128 kLines kGroups), g first; slots x kGroups x kLines lists; 2 x 8 x 8 barriers.
+//   128 kLines kGroups), g first; 8 x kGroups x kLines lists; 2 x 8 x 8 barriers.
 // Synchronisation. full[slot]: bytes have landed and the list is written. empty[slot]: the eight consumer warps are
 // done.
 //   A column block's sums are updated while the products of the next run, in the other half of the accumulators.
@@ -36,7 +36,9 @@ namespace nmsparse::cuda::block_t {
 inline constexpr int kConsumers = 2;
 inline constexpr int kThreads = (kConsumers + 1) * kWarpgroupSize;
 inline constexpr int kMaxSlots = 8;
-inline constexpr int kWindows = 8;  // of a product
+inline constexpr int kWindows = 8;                       // of a product
+inline constexpr int kTokenBytes = kChunk * kLineBytes;  // of a stage, per 64 tokens
+inline constexpr int kListWarps = 3;
 inline constexpr int kWarpTokens = 16;
 inline constexpr int kUnitBytes = kWarpSize * 8;             // sums of four windows' unit, 16 tokens
 inline constexpr int kParityBytes = kMaskBits * kUnitBytes;  // of the even or odd windows
@@ -44,22 +46,19 @@ inline constexpr int kWarpSumsBytes = 2 * kParityBytes;      // of a warp
 inline constexpr int kSumsBytes = kConsumers * 4 * kWarpSumsBytes;
 inline constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
-template <class T_, int kLines_, int kTokenChunks_, int kCluster_>
+template <class T_, int kLines_, int kTokenChunks_>
 struct Config {
   using T = T_;
   static constexpr int kLines = kLines_;  // of a product, its N axis
   static constexpr int kRanks = kLines / kWindows;
-  static constexpr int kTokenChunks = kTokenChunks_;
+  static constexpr int kTokenChunks = kTokenChunks_;  // of 64 tokens
   static constexpr int kTokens = kTokenChunks * kChunk;
-  static constexpr int kCluster = kCluster_;                 // blocks that share the g that they read
   static constexpr int kGroups = kConsumers / kTokenChunks;  // of eight windows
-  static constexpr int kTokenBytes = kChunk * kLineBytes;    // of a stage, per 64 tokens
   static constexpr int kValueBytes = kLines * kLineBytes;    // of a stage, per group
   static constexpr int kStageBytes = kTokenChunks * kTokenBytes + kGroups * kValueBytes;
   static constexpr int kListBytes = kGroups * kLines;
   static constexpr int kFixedBytes = kSumsBytes + kMaxSlots * kListBytes + 2 * kMaxSlots * 8;
   static_assert(kRanks % 4 == 0, "a lane reads its lists by words");
-  static_assert(kCluster == 1 || kCluster == 2, "each block of a cluster copies a half of g");
   static_assert(kTokenChunks == 1 || kTokenChunks == 2, "the consumers split the tokens or the windows");
 };
 
@@ -79,8 +78,7 @@ struct Tile {
   int32_t batch, token, window;  // first token and window
 };
 
-// Tiles of the same tokens follow each other, so that their g is read from the L2 cache; the blocks of a cluster take
-// neighbours. a.window_tiles is a multiple of kCluster: tiles beyond the last window have no results.
+// Tiles of the same tokens follow each other, so that their g is read from the L2 cache.
 template <class C>
 __device__ __forceinline__ Tile TileAt(const Arguments& a, int32_t index) {
   const int32_t in_batch = index % (a.token_tiles * a.window_tiles);
@@ -95,7 +93,7 @@ struct SharedMap {
 
   __device__ uint32_t Sums(int warp) const { return base + warp * kWarpSumsBytes; }
   __device__ uint32_t Tokens(int slot, int chunk) const {
-    return base + kSumsBytes + slot * C::kStageBytes + chunk * C::kTokenBytes;
+    return base + kSumsBytes + slot * C::kStageBytes + chunk * kTokenBytes;
   }
   __device__ uint32_t Values(int slot, int group) const {
     return Tokens(slot, C::kTokenChunks) + group * C::kValueBytes;
@@ -113,7 +111,6 @@ struct SharedMap {
 template <class C>
 __device__ void Copy(const Arguments& a, const SharedMap<C>& shared) {
   const Geometry& g = a.geometry;
-  const int rank = blockIdx.x % C::kCluster;
   RingPosition at;
   for (int32_t index = blockIdx.x; index < a.tiles; index += gridDim.x) {
     const Tile tile = TileAt<C>(a, index);
@@ -121,18 +118,11 @@ __device__ void Copy(const Arguments& a, const SharedMap<C>& shared) {
       for (int chunk = 0; chunk < a.chunks; ++chunk, at.Advance(a.slots)) {
         const uint32_t full = shared.Full(at.slot);
         BarrierWait(shared.Empty(at.slot), at.parity ^ 1);
-        BarrierArriveExpect(full, C::kTokenChunks * C::kTokenBytes + C::kGroups * kWindows * g.q * kLineBytes);
-        const int column = block * g.bn + chunk * kChunk;
+        BarrierArriveExpect(full, C::kTokenChunks * kTokenBytes + C::kGroups * kWindows * g.q * kLineBytes);
 #pragma unroll
         for (int i = 0; i < C::kTokenChunks; ++i) {
-          const uint32_t to = shared.Tokens(at.slot, i);
-          if constexpr (C::kCluster == 1) {
-            LoadBox(to, &a.g, full, tile.token + i * kChunk, column, tile.batch);
-          } else {
-            const int first = rank * (kChunk / C::kCluster);
-            LoadBoxInto((1 << C::kCluster) - 1, to + first * kLineBytes, &a.g, full, tile.token + i * kChunk,
-                        column + first, tile.batch);
-          }
+          LoadBox(shared.Tokens(at.slot, i), &a.g, full, tile.token + i * kChunk, block * g.bn + chunk * kChunk,
+                  tile.batch);
         }
 #pragma unroll
         for (int i = 0; i < C::kGroups; ++i) {
@@ -144,43 +134,52 @@ __device__ void Copy(const Arguments& a, const SharedMap<C>& shared) {
   }
 }
 
-// One warp: lists the kept units of every window of a tile, four ranks a lane and word.
+// One of kListWarps warps: lists the kept units of the tile's windows for every kListWarps-th column block, four ranks
+// a lane and word. One warp alone would not keep up with the consumers.
 template <class C>
-__device__ void List(const Arguments& a, const SharedMap<C>& shared) {
+__device__ void List(const Arguments& a, const SharedMap<C>& shared, int warp) {
   const Geometry& g = a.geometry;
   const int lane = threadIdx.x % kWarpSize, window = lane / 4, word = lane % 4;
+  const int blocks = static_cast<int>(g.out_blocks);
   RingPosition at;
   for (int32_t index = blockIdx.x; index < a.tiles; index += gridDim.x) {
     const Tile tile = TileAt<C>(a, index);
     const uint32_t* masks[C::kGroups];
-    uint32_t bits[C::kGroups];
+    uint32_t bits[C::kGroups];  // of the next block of this warp
 #pragma unroll
     for (int i = 0; i < C::kGroups; ++i) {
       // Windows beyond the last have zeros for values; what their list says is as good as anything.
       const int64_t inside = min(g.windows - 1, int64_t{tile.window} + i * kWindows + window);
       masks[i] = a.mask + (tile.batch * g.windows + inside) * g.out_blocks;
-      bits[i] = __ldg(masks[i]);
+      bits[i] = warp < blocks ? __ldg(masks[i] + warp) : 0;
     }
-    for (int block = 0; block < g.out_blocks; ++block) {
+    int seen = 0;
+    for (int block = warp; seen < blocks; block += kListWarps) {
+      // Listed before the stages of the other warps' blocks are waited for.
       uint32_t units[C::kGroups] = {};
 #pragma unroll
       for (int i = 0; i < C::kGroups; ++i) {
+        const uint32_t next = block + kListWarps < blocks ? __ldg(masks[i] + block + kListWarps) : 0;
 #pragma unroll
         for (int r = 0; r < 4; ++r) units[i] |= UnitOfRank(bits[i], word * 4 + r, g.window_units) << r * 8;
-        if (block + 1 < g.out_blocks) bits[i] = __ldg(masks[i] + block + 1);
+        bits[i] = next;
       }
-      for (int chunk = 0; chunk < a.chunks; ++chunk, at.Advance(a.slots)) {
-        BarrierWait(shared.Empty(at.slot), at.parity ^ 1);
-        if (chunk == a.chunks - 1 && word < C::kRanks / 4) {
+      for (; seen <= block && seen < blocks; ++seen) {
+        for (int chunk = 0; chunk < a.chunks; ++chunk, at.Advance(a.slots)) {
+          // Waited for in all stages: a parity names a phase only to those who have seen the one before.
+          BarrierWait(shared.Empty(at.slot), at.parity ^ 1);
+          if (seen != block) continue;
+          if (chunk == a.chunks - 1 && word < C::kRanks / 4) {
 #pragma unroll
-          for (int i = 0; i < C::kGroups; ++i) {
-            asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared.List(at.slot, i) + window * C::kRanks + word * 4),
-                         "r"(units[i])
-                         : "memory");
+            for (int i = 0; i < C::kGroups; ++i) {
+              asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared.List(at.slot, i) + window * C::kRanks + word * 4),
+                           "r"(units[i])
+                           : "memory");
+            }
           }
+          __syncwarp();
+          if (lane == 0) BarrierArrive(shared.Full(at.slot));
         }
-        __syncwarp();
-        if (lane == 0) BarrierArrive(shared.Full(at.slot));
       }
     }
   }
@@ -228,11 +227,7 @@ class Consumer {
 
   __device__ void Release() {
     __syncwarp();
-    if constexpr (C::kCluster == 1) {
-      if (lane_ == 0) BarrierArrive(shared_.Empty(done_.slot));
-    } else {
-      if (lane_ < C::kCluster) BarrierArriveElsewhere(Elsewhere(shared_.Empty(done_.slot), lane_));
-    }
+    if (lane_ == 0) BarrierArrive(shared_.Empty(done_.slot));
     done_.Advance(a_.slots);
   }
 
@@ -359,29 +354,21 @@ __global__ void __launch_bounds__(kThreads, 1) ManyTokensT(const __grid_constant
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < a.slots; ++slot) {
       BarrierInit(shared.Full(slot), 2);
-      BarrierInit(shared.Empty(slot), kConsumers * 4 * C::kCluster);
+      BarrierInit(shared.Empty(slot), kConsumers * 4);
     }
     BarrierInitFence();
   }
-  if constexpr (C::kCluster > 1) {
-    ClusterBarrier();
-  } else {
-    __syncthreads();
-  }
+  __syncthreads();
 
   if (warpgroup >= kConsumers) {
     ReleaseRegisters<kProducerRegisters>();
     const int warp = threadIdx.x / kWarpSize % 4;
     if (warp == 0 && ElectOne()) Copy(a, shared);
-    if (warp == 1) List(a, shared);
+    if (warp > 0) List(a, shared, warp - 1);
   } else {
     ClaimRegisters<kConsumerRegisters>();
     Consumer<C> consumer(a, shared, warpgroup);
     for (int32_t index = blockIdx.x; index < a.tiles; index += gridDim.x) consumer.Run(TileAt<C>(a, index));
-  }
-  if constexpr (C::kCluster > 1) {  // nobody leaves while others may still arrive at its barriers
-    __syncwarp();
-    ClusterBarrier();
   }
 }
 

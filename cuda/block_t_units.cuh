@@ -9,14 +9,14 @@
 // Stage. 64 columns of one column block: a line per row of values, 64 lines of gᵀ for every 64 tokens.
 // Ownership. A block (one per multiprocessor, persistent) owns kRows rows of a unit x kTokens tokens at a time, each of
 //   its two consumer warpgroups 64 rows x 256 tokens. Producer warp 0 reads the masks and copies.
-// Shared memory (bytes): ring of slots x (128 kRows + 8192 kTokens / 64), values first; 8 x 2304 for results on their
+// Shared memory (bytes): ring of slots x (128 kRows + 8192 kTokens / 64), values first; 8 x 1280 for results on their
 //   way out; 8 x 4 flags; 2 x 8 x 8 barriers.
 // Synchronisation. full[slot]: bytes have landed; the slot's flag says whether it is the last of its tile. empty[slot]:
 //   the eight consumer warps are done with it.
 #ifndef JAX_NMSPARSE_CUDA_BLOCK_T_UNITS_CUH_
 #define JAX_NMSPARSE_CUDA_BLOCK_T_UNITS_CUH_
 
-#include "cuda/device.cuh"
+#include "cuda/feature_rows.cuh"
 #include "cuda/tma.cuh"
 #include "cuda/wgmma.cuh"
 
@@ -27,8 +27,6 @@ inline constexpr int kThreads = (kConsumers + 1) * kWarpgroupSize;
 inline constexpr int kMaxSlots = 8;
 inline constexpr int kMmaTokens = 256;
 inline constexpr int kAccumulators = kMmaTokens / 2;  // of a thread
-inline constexpr int kPitch = kLineBytes + 16;        // of a row on its way out, 64 tokens: no bank conflicts
-inline constexpr int kWarpStoreBytes = 16 * kPitch;
 inline constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
 // What a stage's flag says.
@@ -42,7 +40,7 @@ struct Config {
   static constexpr int kTokenChunks = kTokens / kChunk;
   static constexpr int kChunkBytes = kChunk * kLineBytes;
   static constexpr int kStageBytes = kRows * kLineBytes + kTokenChunks * kChunkBytes;
-  static constexpr int kFixedBytes = kConsumers * 4 * kWarpStoreBytes + kMaxSlots * 4 + 2 * kMaxSlots * 8;
+  static constexpr int kFixedBytes = kConsumers * 4 * kFeatureRowBytes + kMaxSlots * 4 + 2 * kMaxSlots * 8;
   static_assert(kRows == 64 || kRows == 128, "a consumer owns 64 rows");
 };
 
@@ -79,7 +77,7 @@ struct SharedMap {
 
   __device__ uint32_t Values(int slot) const { return base + slot * C::kStageBytes; }
   __device__ uint32_t Tokens(int slot) const { return Values(slot) + C::kRows * kLineBytes; }
-  __device__ uint32_t Store(int warp) const { return base + slots * C::kStageBytes + warp * kWarpStoreBytes; }
+  __device__ uint32_t Store(int warp) const { return base + slots * C::kStageBytes + warp * kFeatureRowBytes; }
   __device__ uint32_t Flag(int slot) const { return Store(kConsumers * 4) + slot * 4; }
   __device__ uint32_t Full(int slot) const { return Flag(kMaxSlots) + slot * 8; }
   __device__ uint32_t Empty(int slot) const { return Full(kMaxSlots + slot); }
@@ -175,15 +173,10 @@ class Consumer {
 #pragma unroll
       for (int i = 0; i < kAccumulators; ++i) d[i] = 0.0f;
     }
-    const int64_t row = tile.row + rows_ + warp_ * 16;
-    const int64_t first = tile.token + tokens_;
-    if (a_.result.dtype == DType::kF32) {
-      StoreFloats(d, tile.batch, row + lane_ / 4, first + lane_ % 4 * 2);
-    } else if (a_.result.dtype == DType::kF16) {
-      StoreHalves<__half2>(d, tile.batch, row, first);
-    } else {
-      StoreHalves<__nv_bfloat162>(d, tile.batch, row, first);
-    }
+    const Geometry& g = a_.geometry;
+    const int64_t first = tile.row + rows_ + warp_ * 16;
+    StoreFeatureRows<kMmaTokens>(a_.result, tile.batch * g.in_features, g.tokens, tile.token + tokens_, store_, d,
+                                 [&](int row) { return first + row < g.in_features ? first + row : -1; });
   }
 
  private:
@@ -228,64 +221,6 @@ class Consumer {
         return true;
       }
       flag = AwaitStage();
-    }
-  }
-
-  // 64 tokens of the warp's 16 rows at a time: through shared memory, from where a lane writes 16 bytes of a row.
-  template <class Pair>
-  __device__ void StoreHalves(const float (&d)[kAccumulators], int32_t batch, int64_t row, int64_t token) const {
-    const Geometry& g = a_.geometry;
-    const uint32_t to = store_ + lane_ % 16 * kPitch + lane_ / 16 * 16;
-    const int64_t own_row = row + lane_ / 8;
-    uint16_t* const y = static_cast<uint16_t*>(a_.result.data) + (batch * g.in_features + own_row) * g.tokens;
-#pragma unroll
-    for (int chunk = 0; chunk < kMmaTokens / kChunk; ++chunk) {
-#pragma unroll
-      for (int pair = 0; pair < kChunk / 16; ++pair) {
-        const float* v = d + chunk * 32 + pair * 8;
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to + pair * 32),
-                     "r"(Round<Pair>(v[0], v[1])), "r"(Round<Pair>(v[2], v[3])), "r"(Round<Pair>(v[4], v[5])),
-                     "r"(Round<Pair>(v[6], v[7]))
-                     : "memory");
-      }
-      __syncwarp();
-      const int64_t own_token = token + chunk * kChunk + lane_ % 8 * 8;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        uint4 bits;
-        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
-                     : "r"(store_ + (lane_ / 8 + i * 4) * kPitch + lane_ % 8 * 16)
-                     : "memory");
-        if (own_row + i * 4 < g.in_features && own_token < g.tokens) {
-          *reinterpret_cast<uint4*>(y + i * 4 * g.tokens + own_token) = bits;
-        }
-      }
-      __syncwarp();
-    }
-  }
-  template <class Pair>
-  __device__ static uint32_t Round(float low, float high) {
-    Pair rounded;
-    if constexpr (std::is_same_v<Pair, __half2>) {
-      rounded = __floats2half2_rn(low, high);
-    } else {
-      rounded = __floats2bfloat162_rn(low, high);
-    }
-    uint32_t bits;
-    memcpy(&bits, &rounded, sizeof(bits));
-    return bits;
-  }
-
-  __device__ void StoreFloats(const float (&d)[kAccumulators], int32_t batch, int64_t row, int64_t token) const {
-    const Geometry& g = a_.geometry;
-    float* const y = static_cast<float*>(a_.result.data) + (batch * g.in_features + row) * g.tokens + token;
-#pragma unroll
-    for (int i = 0; i < kAccumulators; i += 2) {
-      const int half = i / 2 % 2, offset = i / 4 * 8;
-      if (row + 8 * half < g.in_features && token + offset < g.tokens) {
-        *reinterpret_cast<float2*>(y + 8 * half * g.tokens + offset) = make_float2(d[i], d[i + 1]);
-      }
     }
   }
 

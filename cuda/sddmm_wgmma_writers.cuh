@@ -3,30 +3,10 @@
 #ifndef JAX_NMSPARSE_CUDA_SDDMM_WGMMA_WRITERS_CUH_
 #define JAX_NMSPARSE_CUDA_SDDMM_WGMMA_WRITERS_CUH_
 
+#include "cuda/feature_rows.cuh"
 #include "cuda/sddmm_wgmma_tiles.cuh"
 
 namespace nmsparse::cuda::sddmm {
-
-__device__ __forceinline__ uint32_t RoundPair(DType dtype, float low, float high) {
-  uint32_t bits;
-  if (dtype == DType::kF16) {
-    const __half2 rounded = __floats2half2_rn(low, high);
-    memcpy(&bits, &rounded, sizeof(bits));
-  } else {
-    const __nv_bfloat162 rounded = __floats2bfloat162_rn(low, high);
-    memcpy(&bits, &rounded, sizeof(bits));
-  }
-  return bits;
-}
-
-__device__ __forceinline__ uint4 LoadShared16(uint32_t address) {
-  uint4 bits;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
-               : "r"(address)
-               : "memory");
-  return bits;
-}
 
 // Vector- and block-wise: every row of the tile is a kept row.
 template <class C>
@@ -134,6 +114,19 @@ class ElementWriter {
     const int here = static_cast<int>(min(int64_t{16}, g.out_features - column));
     const int size = a_.result.dtype == DType::kF32 ? 4 : 2;
     const int bytes = here * g.q * size;
+    // The masks of all windows at once: their latency would be paid for each otherwise.
+    uint32_t masks[kAccumulators / 16][2];
+#pragma unroll
+    for (int i = 0; i < kAccumulators / 16; ++i) {
+      const int64_t window = (tile.row + rows_ + first) / kMaskBits + i;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int of_warp = lane_ / 4 + half * 8;
+        const bool exists = i * kMaskBits < count && window < g.windows && of_warp < here;
+        masks[i][half] =
+            exists ? __ldg(a_.mask + (tile.batch * g.windows + window) * g.out_features + column + of_warp) : 0;
+      }
+    }
 #pragma unroll
     for (int i = 0; i < kAccumulators / 16; ++i) {
       const int64_t window = (tile.row + rows_ + first) / kMaskBits + i;
@@ -148,7 +141,7 @@ class ElementWriter {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int of_warp = lane_ / 4 + half * 8;
-        const uint32_t bits = of_warp < here ? __ldg(a_.mask + list + of_warp) : 0;
+        const uint32_t bits = masks[i][half];
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
           const int row = j / 2 * 8 + lane_ % 4 * 2 + j % 2;

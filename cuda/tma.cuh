@@ -46,11 +46,6 @@ __device__ __forceinline__ void BarrierWait(uint32_t barrier, uint32_t parity) {
       : "memory");
 }
 
-// Arrives at a barrier of any block of the cluster: at the address that Elsewhere() gives.
-__device__ __forceinline__ void BarrierArriveElsewhere(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
 // Whether the phase has ended; does not wait.
 __device__ __forceinline__ bool BarrierTest(uint32_t barrier, uint32_t parity) {
   uint32_t done;
@@ -128,16 +123,7 @@ __device__ __forceinline__ void LoadBox(uint32_t to, const CUtensorMap* map, uin
       "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2)
       : "memory");
 }
-// The same into the blocks of the cluster whose bits `blocks` has, at the same place and barrier of each.
-__device__ __forceinline__ void LoadBoxInto(uint16_t blocks, uint32_t to, const CUtensorMap* map, uint32_t barrier,
-                                            int c0, int c1, int c2) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-      " [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to),
-      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "h"(blocks)
-      : "memory");
-}
-// The first for a 5-axis map.
+// The same for a 5-axis map.
 __device__ __forceinline__ void LoadBox(uint32_t to, const CUtensorMap* map, uint32_t barrier, int c0, int c1, int c2,
                                         int c3, int c4) {
   asm volatile(

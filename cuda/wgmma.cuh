@@ -94,6 +94,27 @@ __device__ __forceinline__ void Mma(float (&d)[kN / 2], uint64_t a_descriptor, u
     NMS_WGMMA(256, "f16", NMS_R128, 128, 129, 130, 131, 132, NMS_D32(0), NMS_D32(32), NMS_D32(64), NMS_D32(96));
 }
 
+// The same with a in registers: per warp 16 rows x 16 k, as ldmatrix.x4 loads them from 16 rows and two halves of k.
+template <class T, int kN, Major kB>
+__device__ __forceinline__ void MmaRegisters(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b_descriptor,
+                                             int accumulate) {
+  static_assert(kN == 256, "only the width in use is spelled out");
+#define NMS_WGMMA_REGISTERS(type)                                                \
+  asm volatile(                                                                  \
+      "{ .reg .pred accumulate; setp.ne.b32 accumulate, %133, 0;\n"              \
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " {" NMS_R128 \
+      "}, {%128, %129, %130, %131}, %132"                                        \
+      ", accumulate, 1, 1, %134; }\n"                                            \
+      : NMS_D32(0), NMS_D32(32), NMS_D32(64), NMS_D32(96)                        \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_descriptor), "r"(accumulate), "n"(static_cast<int>(kB)))
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    NMS_WGMMA_REGISTERS("bf16");
+  } else {
+    NMS_WGMMA_REGISTERS("f16");
+  }
+#undef NMS_WGMMA_REGISTERS
+}
+
 #undef NMS_WGMMA
 #undef NMS_R128
 #undef NMS_R64

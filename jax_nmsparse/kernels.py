@@ -206,8 +206,8 @@ def _block_t_wgmma(call: Call) -> str | None:
     layout = call.layout
     if layout.window_units > 32:
         return f"takes windows of up to 32 units, not {layout.window_units}"
-    if (layout.bk != 1 or layout.q > 16) and layout.bk % 64:
-        return f"takes blocks of a multiple of 64 rows, or of 1 with up to 16 kept of a window, not {layout.pattern}"
+    if layout.bk != 1 and layout.bk % 64:
+        return f"takes blocks of 1 row or a multiple of 64, not {layout.bk}"
     if layout.bn % 64:
         return f"takes blocks whose columns are a multiple of 64, not {layout.bn}"
     return _gradient_tokens(call)

@@ -173,7 +173,8 @@ inline constexpr Pattern kPatterns[] = {
 };
 inline constexpr Pattern kWidePatterns[] = {{16, 32, 1, 128}, {3, 32, 1, 128}, {8, 32, 1, 192},   {5, 20, 1, 64},
                                             {9, 32, 4, 128},  {8, 32, 8, 64},  {3, 32, 16, 64},   {8, 32, 64, 64},
-                                            {16, 32, 1, 1},   {3, 32, 1, 1},   {5, 32, 128, 128}, {2, 8, 64, 128}};
+                                            {16, 32, 1, 1},   {3, 32, 1, 1},   {5, 32, 128, 128}, {2, 8, 64, 128},
+                                            {24, 32, 1, 64},  {8, 32, 1, 32}};
 inline constexpr DType kFloats[] = {DType::kF32, DType::kBF16, DType::kF16};
 inline constexpr int64_t kSizes[] = {1, 31, 33, 63, 65, 127, 129, 1000};
 inline constexpr Op kOps[] = {Op::kSpmm, Op::kSpmmT, Op::kSddmm};
@@ -254,10 +255,12 @@ inline std::vector<Case> Problems(Op op, bool quick) {
     fill(c);
     if (quick) break;
   }
-  // What the feature-major kernels take: 16-bit data, wide columns, whole 16-byte runs of tokens, aligned buffers. Of
-  // the first pattern also with tokens enough for the largest tiles of spmm, and for sddmm to share them among blocks.
+  // What the feature-major kernels take: 16-bit data (float32 in spmm, too), wide columns, whole 16-byte runs of
+  // tokens, aligned buffers. Of the first pattern also with tokens enough for the largest tiles of spmm, and for sddmm
+  // to share them among blocks.
   for (const Pattern& pattern : kWidePatterns) {
-    for (DType dtype : {DType::kBF16, DType::kF16}) {
+    for (DType dtype : {DType::kBF16, DType::kF16, DType::kF32}) {
+      if (dtype == DType::kF32 && op != Op::kSpmm) continue;
       for (int64_t tokens : {8, 72, 264, 1416}) {
         if (tokens > 264 && (quick || op == Op::kSpmmT || &pattern != kWidePatterns)) continue;
         Case c;
