@@ -155,7 +155,7 @@ class Tile {
   __device__ void Multiply(int step, float (&sum)[kThreadColumns][kThreadTokens]) const {
     const float* const columns = stages_ + step % C::kStages * C::kStageFloats + thread_column_;
     const float* const tokens = stages_ + step % C::kStages * C::kStageFloats + kDepth * C::kColumns + thread_token_;
-#pragma unroll
+#pragma unroll 4  // all of it would not fit the instruction cache
     for (int depth = 0; depth < kDepth; ++depth) {
       float left[kThreadColumns], right[kThreadTokens];
       Load<kWarpColumns>(columns + depth * C::kColumns, left);

@@ -166,10 +166,9 @@ __device__ void List(const Arguments& a, const SharedMap<C>& shared, int warp) {
       }
       for (; seen <= block && seen < blocks; ++seen) {
         for (int chunk = 0; chunk < a.chunks; ++chunk, at.Advance(a.slots)) {
-          // Waited for in all stages: a parity names a phase only to those who have seen the one before.
+          // In stages of other warps' blocks, too: a parity names a phase only to those whom the ring awaits.
           BarrierWait(shared.Empty(at.slot), at.parity ^ 1);
-          if (seen != block) continue;
-          if (chunk == a.chunks - 1 && word < C::kRanks / 4) {
+          if (seen == block && chunk == a.chunks - 1 && word < C::kRanks / 4) {
 #pragma unroll
             for (int i = 0; i < C::kGroups; ++i) {
               asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared.List(at.slot, i) + window * C::kRanks + word * 4),
@@ -353,7 +352,7 @@ __global__ void __launch_bounds__(kThreads, 1) ManyTokensT(const __grid_constant
   const int warpgroup = threadIdx.x / kWarpgroupSize;
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < a.slots; ++slot) {
-      BarrierInit(shared.Full(slot), 2);
+      BarrierInit(shared.Full(slot), 1 + kListWarps);
       BarrierInit(shared.Empty(slot), kConsumers * 4);
     }
     BarrierInitFence();

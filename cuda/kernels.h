@@ -35,10 +35,11 @@ cudaError_t SimpleSddmm(const Problem& problem, cudaStream_t stream);
 // Feature-major: problem.x holds [batch, in_features, tokens] and the result [batch, out_features, tokens].
 cudaError_t BlockWgmmaSpmm(const Problem& problem, cudaStream_t stream);
 
-// Gradients on sm_90 alone, feature-major. block_t_many_tokens.cu: by x, of vector-wise weights; g and the result are
-// [batch, features, tokens]. sddmm_wgmma.cu: by the values, of element-wise weights too; x and g are, the
-// result is plain.
+// Gradients on sm_90 alone, feature-major, of vector- and block-wise weights and of element-wise ones.
+// block_t_many_tokens.cu: by x; g and the result are [batch, features, tokens]. sddmm_wgmma.cu: by the values; x and g
+// are, the result is plain.
 cudaError_t BlockWgmmaSpmmT(const Problem& problem, cudaStream_t stream);
+cudaError_t EwWgmmaSpmmT(const Problem& problem, cudaStream_t stream);
 cudaError_t BlockWgmmaSddmm(const Problem& problem, cudaStream_t stream);
 cudaError_t EwWgmmaSddmm(const Problem& problem, cudaStream_t stream);
 
@@ -79,6 +80,7 @@ inline constexpr Kernel kSpmmTKernels[] = {
     {"block_t_mma", BlockMmaSpmmT},
     // Feature-major:
     {"block_t_wgmma", BlockWgmmaSpmmT, true},
+    {"ew_t_wgmma", EwWgmmaSpmmT, true},
 };
 
 inline constexpr Kernel kSddmmKernels[] = {

@@ -132,6 +132,12 @@ __device__ __forceinline__ void LoadBox(uint32_t to, const CUtensorMap* map, uin
       "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
       : "memory");
 }
+// A run of global memory -> shared memory: addresses and size are multiples of 16 bytes.
+__device__ __forceinline__ void LoadBytes(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
 // Shared memory -> box at (c0, c1, c2); elements outside the tensor are not written.
 __device__ __forceinline__ void StoreBox(const CUtensorMap* map, uint32_t from, int c0, int c1, int c2) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(from),

@@ -213,6 +213,12 @@ def _block_t_wgmma(call: Call) -> str | None:
     return _gradient_tokens(call)
 
 
+def _ew_t_wgmma(call: Call) -> str | None:
+    if call.layout.out_features % 8:
+        return f"takes out_features in multiples of 8, not {call.layout.out_features}"
+    return _ew_sddmm_wgmma(call)
+
+
 def _block_sddmm_wgmma(call: Call) -> str | None:
     layout = call.layout
     if layout.window_units > 32:
@@ -276,6 +282,15 @@ KERNELS: tuple[Kernel, ...] = (
         ("spmm_t",),
         "transposed, vector- and block-wise on Hopper's tensor cores, many tokens, feature-major",
         _block_t_wgmma,
+        feature_major=True,
+        capability="9.0",
+    ),
+    Kernel(
+        "ew_t_wgmma",
+        "cuda",
+        ("spmm_t",),
+        "transposed, element-wise, expanded to the registers of a dense product on Hopper's tensor cores, feature-major",
+        _ew_t_wgmma,
         feature_major=True,
         capability="9.0",
     ),

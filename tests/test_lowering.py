@@ -77,6 +77,7 @@ _ACTIVATIONS, _VALUES = "1, 2, 0", "5, 4, 3, 2, 1, 0"
         ("spmm", "block_wgmma", "8:32/1x128", [_ACTIVATIONS, _VALUES], _ACTIVATIONS),
         ("spmm", "block_fma", "8:32/1x32", [_ACTIVATIONS, _VALUES], _ACTIVATIONS),
         ("spmm_t", "block_t_wgmma", "8:32/1x128", [_ACTIVATIONS, _VALUES], _ACTIVATIONS),
+        ("spmm_t", "ew_t_wgmma", "2:4", [_ACTIVATIONS, _VALUES], _ACTIVATIONS),
         ("sddmm", "block_sddmm_wgmma", "8:32/1x128", [_ACTIVATIONS, _ACTIVATIONS], _VALUES),
         ("sddmm", "ew_sddmm_wgmma", "2:4", [_ACTIVATIONS, _ACTIVATIONS], _VALUES),
     ],
