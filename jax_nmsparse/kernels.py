@@ -289,7 +289,7 @@ KERNELS: tuple[Kernel, ...] = (
         "ew_t_wgmma",
         "cuda",
         ("spmm_t",),
-        "transposed, element-wise, expanded to the registers of a dense product on Hopper's tensor cores, feature-major",
+        "transposed, element-wise, expanded to registers of a dense product on Hopper's tensor cores, feature-major",
         _ew_t_wgmma,
         feature_major=True,
         capability="9.0",
