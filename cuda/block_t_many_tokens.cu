@@ -58,8 +58,8 @@ cudaError_t LaunchVectors(const Problem& problem, int multiprocessors, cudaStrea
   a.result = problem.result;
   a.chunks = g.bn / kChunk;
   a.slots = std::min(kMaxSlots, (kSharedBytes - C::kFixedBytes) / C::kStageBytes);
-  a.token_tiles = static_cast<int32_t>(CeilDiv(g.tokens, C::kTokens));
-  a.window_tiles = static_cast<int32_t>(CeilDiv(g.windows, C::kGroups * kWindows));
+  a.token_tiles = static_cast<int32_t>(CeilDiv(g.tokens, kTokens));
+  a.window_tiles = static_cast<int32_t>(CeilDiv(g.windows, kWindows));
   const int64_t tiles = g.batch * a.token_tiles * a.window_tiles;
   if (tiles > kMaxBlocks) return cudaErrorNotSupported;
   a.tiles = static_cast<int32_t>(tiles);
@@ -161,8 +161,8 @@ cudaError_t LaunchBlocks(const Problem& problem, int multiprocessors, cudaStream
   const Geometry& g = problem.geometry;
   if (g.bk % 128 == 0) return LaunchUnits<block_t_units::Config<T, 128>>(problem, multiprocessors, stream);
   if (g.bk % kChunk == 0) return LaunchUnits<block_t_units::Config<T, 64>>(problem, multiprocessors, stream);
-  if (g.q <= 4) return LaunchVectors<block_t::Config<T, 32, 2>>(problem, multiprocessors, stream);
-  if (g.q <= 8) return LaunchVectors<block_t::Config<T, 64, 2>>(problem, multiprocessors, stream);
+  if (g.q <= 4) return LaunchVectors<block_t::Config<T, 32>>(problem, multiprocessors, stream);
+  if (g.q <= 8) return LaunchVectors<block_t::Config<T, 64>>(problem, multiprocessors, stream);
   return LaunchExpanded<spmm_t_expand::VectorWeights, T>(problem, multiprocessors, stream);
 }
 

@@ -13,16 +13,16 @@
 //   warp's 16: sums belong to one lane each. They need no synchronisation, and lane l keeps its own in bank pair l.
 // Layouts. values [batch, windows, out_blocks, q, 1, bn]; g [batch, out_features, tokens] and dx [batch, in_features,
 //   tokens] are contiguous along tokens. g is MN-major, values are K-major: nothing is transposed.
-// Stage. 64 columns of one column block: 64 lines of g per 64 tokens, kLines lines of values per eight windows. The
-// last stage of a column
+// Stage. 64 columns of one column block: 64 lines of g per 64 tokens, kLines lines of values. The last stage of a
+// column
 //   block also holds the list of its kept rows, a byte each.
-// Ownership. A block (one per multiprocessor, persistent) owns kTokenChunks x 64 tokens and kGroups x 8 windows at a
-//   time, each of its two consumer warpgroups 64 tokens of eight windows. Producer warp 0 copies, the others list.
-// Shared memory (bytes): 131072 sums, [warp][window parity][unit][lane][2] float32; ring of slots x (8192 kTokenChunks
-// +
-//   128 kLines kGroups), g first; 8 x kGroups x kLines lists; 2 x 8 x 8 barriers.
-// Synchronisation. full[slot]: bytes have landed and the list is written. empty[slot]: the eight consumer warps are
-// done.
+// Ownership. A block (one per multiprocessor, persistent) owns 128 tokens and eight windows at a time, each of its two
+//   consumer warpgroups 64 tokens. Producer warp 0 copies, the others list.
+// Shared memory (bytes): 131072 sums, [warp][window parity][unit][lane][2] float32; ring of slots x (16384 + 128
+// kLines),
+//   g first; 8 x kLines lists; 2 x 8 x 8 barriers.
+// Synchronisation. full[slot]: bytes have landed, and every list warp has seen the slot empty, the one of its column
+//   block after writing the list. empty[slot]: the eight consumer warps are done.
 //   A column block's sums are updated while the products of the next run, in the other half of the accumulators.
 #ifndef JAX_NMSPARSE_CUDA_BLOCK_T_MANY_TOKENS_CUH_
 #define JAX_NMSPARSE_CUDA_BLOCK_T_MANY_TOKENS_CUH_
@@ -36,7 +36,8 @@ namespace nmsparse::cuda::block_t {
 inline constexpr int kConsumers = 2;
 inline constexpr int kThreads = (kConsumers + 1) * kWarpgroupSize;
 inline constexpr int kMaxSlots = 8;
-inline constexpr int kWindows = 8;                       // of a product
+inline constexpr int kWindows = 8;                       // of a product and of a tile
+inline constexpr int kTokens = kConsumers * kChunk;      // of a tile
 inline constexpr int kTokenBytes = kChunk * kLineBytes;  // of a stage, per 64 tokens
 inline constexpr int kListWarps = 3;
 inline constexpr int kWarpTokens = 16;
@@ -46,20 +47,14 @@ inline constexpr int kWarpSumsBytes = 2 * kParityBytes;      // of a warp
 inline constexpr int kSumsBytes = kConsumers * 4 * kWarpSumsBytes;
 inline constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
-template <class T_, int kLines_, int kTokenChunks_>
+template <class T_, int kLines_>
 struct Config {
   using T = T_;
   static constexpr int kLines = kLines_;  // of a product, its N axis
   static constexpr int kRanks = kLines / kWindows;
-  static constexpr int kTokenChunks = kTokenChunks_;  // of 64 tokens
-  static constexpr int kTokens = kTokenChunks * kChunk;
-  static constexpr int kGroups = kConsumers / kTokenChunks;  // of eight windows
-  static constexpr int kValueBytes = kLines * kLineBytes;    // of a stage, per group
-  static constexpr int kStageBytes = kTokenChunks * kTokenBytes + kGroups * kValueBytes;
-  static constexpr int kListBytes = kGroups * kLines;
-  static constexpr int kFixedBytes = kSumsBytes + kMaxSlots * kListBytes + 2 * kMaxSlots * 8;
+  static constexpr int kStageBytes = kConsumers * kTokenBytes + kLines * kLineBytes;
+  static constexpr int kFixedBytes = kSumsBytes + kMaxSlots * kLines + 2 * kMaxSlots * 8;
   static_assert(kRanks % 4 == 0, "a lane reads its lists by words");
-  static_assert(kTokenChunks == 1 || kTokenChunks == 2, "the consumers split the tokens or the windows");
 };
 
 struct Arguments {
@@ -79,11 +74,10 @@ struct Tile {
 };
 
 // Tiles of the same tokens follow each other, so that their g is read from the L2 cache.
-template <class C>
 __device__ __forceinline__ Tile TileAt(const Arguments& a, int32_t index) {
   const int32_t in_batch = index % (a.token_tiles * a.window_tiles);
-  return {index / (a.token_tiles * a.window_tiles), in_batch / a.window_tiles * C::kTokens,
-          in_batch % a.window_tiles * C::kGroups * kWindows};
+  return {index / (a.token_tiles * a.window_tiles), in_batch / a.window_tiles * kTokens,
+          in_batch % a.window_tiles * kWindows};
 }
 
 template <class C>
@@ -92,16 +86,12 @@ struct SharedMap {
   int slots;
 
   __device__ uint32_t Sums(int warp) const { return base + warp * kWarpSumsBytes; }
-  __device__ uint32_t Tokens(int slot, int chunk) const {
-    return base + kSumsBytes + slot * C::kStageBytes + chunk * kTokenBytes;
+  __device__ uint32_t Tokens(int slot, int consumer) const {
+    return base + kSumsBytes + slot * C::kStageBytes + consumer * kTokenBytes;
   }
-  __device__ uint32_t Values(int slot, int group) const {
-    return Tokens(slot, C::kTokenChunks) + group * C::kValueBytes;
-  }
-  __device__ uint32_t List(int slot, int group) const {
-    return base + kSumsBytes + slots * C::kStageBytes + slot * C::kListBytes + group * C::kLines;
-  }
-  __device__ uint32_t Full(int slot) const { return List(kMaxSlots, 0) + slot * 8; }
+  __device__ uint32_t Values(int slot) const { return Tokens(slot, kConsumers); }
+  __device__ uint32_t List(int slot) const { return base + kSumsBytes + slots * C::kStageBytes + slot * C::kLines; }
+  __device__ uint32_t Full(int slot) const { return List(kMaxSlots) + slot * 8; }
   __device__ uint32_t Empty(int slot) const { return Full(kMaxSlots + slot); }
 };
 
@@ -113,22 +103,18 @@ __device__ void Copy(const Arguments& a, const SharedMap<C>& shared) {
   const Geometry& g = a.geometry;
   RingPosition at;
   for (int32_t index = blockIdx.x; index < a.tiles; index += gridDim.x) {
-    const Tile tile = TileAt<C>(a, index);
+    const Tile tile = TileAt(a, index);
     for (int block = 0; block < g.out_blocks; ++block) {
       for (int chunk = 0; chunk < a.chunks; ++chunk, at.Advance(a.slots)) {
         const uint32_t full = shared.Full(at.slot);
         BarrierWait(shared.Empty(at.slot), at.parity ^ 1);
-        BarrierArriveExpect(full, C::kTokenChunks * kTokenBytes + C::kGroups * kWindows * g.q * kLineBytes);
+        BarrierArriveExpect(full, kConsumers * kTokenBytes + kWindows * g.q * kLineBytes);
 #pragma unroll
-        for (int i = 0; i < C::kTokenChunks; ++i) {
+        for (int i = 0; i < kConsumers; ++i) {
           LoadBox(shared.Tokens(at.slot, i), &a.g, full, tile.token + i * kChunk, block * g.bn + chunk * kChunk,
                   tile.batch);
         }
-#pragma unroll
-        for (int i = 0; i < C::kGroups; ++i) {
-          LoadBox(shared.Values(at.slot, i), &a.values, full, chunk * kChunk, tile.window + i * kWindows, 0, block,
-                  tile.batch);
-        }
+        LoadBox(shared.Values(at.slot), &a.values, full, chunk * kChunk, tile.window, 0, block, tile.batch);
       }
     }
   }
@@ -143,38 +129,27 @@ __device__ void List(const Arguments& a, const SharedMap<C>& shared, int warp) {
   const int blocks = static_cast<int>(g.out_blocks);
   RingPosition at;
   for (int32_t index = blockIdx.x; index < a.tiles; index += gridDim.x) {
-    const Tile tile = TileAt<C>(a, index);
-    const uint32_t* masks[C::kGroups];
-    uint32_t bits[C::kGroups];  // of the next block of this warp
-#pragma unroll
-    for (int i = 0; i < C::kGroups; ++i) {
-      // Windows beyond the last have zeros for values; what their list says is as good as anything.
-      const int64_t inside = min(g.windows - 1, int64_t{tile.window} + i * kWindows + window);
-      masks[i] = a.mask + (tile.batch * g.windows + inside) * g.out_blocks;
-      bits[i] = warp < blocks ? __ldg(masks[i] + warp) : 0;
-    }
+    const Tile tile = TileAt(a, index);
+    // Windows beyond the last have zeros for values; what their list says is as good as anything.
+    const int64_t inside = min(g.windows - 1, int64_t{tile.window} + window);
+    const uint32_t* const masks = a.mask + (tile.batch * g.windows + inside) * g.out_blocks;
+    uint32_t bits = warp < blocks ? __ldg(masks + warp) : 0;  // of the next block of this warp
     int seen = 0;
     for (int block = warp; seen < blocks; block += kListWarps) {
       // Listed before the stages of the other warps' blocks are waited for.
-      uint32_t units[C::kGroups] = {};
+      const uint32_t next = block + kListWarps < blocks ? __ldg(masks + block + kListWarps) : 0;
+      uint32_t units = 0;
 #pragma unroll
-      for (int i = 0; i < C::kGroups; ++i) {
-        const uint32_t next = block + kListWarps < blocks ? __ldg(masks[i] + block + kListWarps) : 0;
-#pragma unroll
-        for (int r = 0; r < 4; ++r) units[i] |= UnitOfRank(bits[i], word * 4 + r, g.window_units) << r * 8;
-        bits[i] = next;
-      }
+      for (int r = 0; r < 4; ++r) units |= UnitOfRank(bits, word * 4 + r, g.window_units) << r * 8;
+      bits = next;
       for (; seen <= block && seen < blocks; ++seen) {
         for (int chunk = 0; chunk < a.chunks; ++chunk, at.Advance(a.slots)) {
           // In stages of other warps' blocks, too: a parity names a phase only to those whom the ring awaits.
           BarrierWait(shared.Empty(at.slot), at.parity ^ 1);
           if (seen == block && chunk == a.chunks - 1 && word < C::kRanks / 4) {
-#pragma unroll
-            for (int i = 0; i < C::kGroups; ++i) {
-              asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared.List(at.slot, i) + window * C::kRanks + word * 4),
-                           "r"(units[i])
-                           : "memory");
-            }
+            asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared.List(at.slot) + window * C::kRanks + word * 4),
+                         "r"(units)
+                         : "memory");
           }
           __syncwarp();
           if (lane == 0) BarrierArrive(shared.Full(at.slot));
@@ -194,8 +169,7 @@ class Consumer {
   __device__ Consumer(const Arguments& a, const SharedMap<C>& shared, int consumer)
       : a_(a),
         shared_(shared),
-        token_chunk_(C::kTokenChunks == 2 ? consumer : 0),
-        group_(C::kTokenChunks == 2 ? 0 : consumer),
+        consumer_(consumer),
         warp_(threadIdx.x / kWarpSize % 4),
         lane_(threadIdx.x % kWarpSize),
         sums_(shared.Sums(consumer * 4 + warp_)) {
@@ -235,8 +209,8 @@ class Consumer {
     constexpr int kHalf = C::kRanks >= 8 ? C::kRanks / 2 : C::kRanks;
     for (int chunk = 0; chunk < a_.chunks; ++chunk) {
       BarrierWait(shared_.Full(at_.slot), at_.parity);
-      const uint64_t tokens = MmaDescriptor(shared_.Tokens(at_.slot, token_chunk_), kLineBytes);
-      const uint64_t values = MmaDescriptor(shared_.Values(at_.slot, group_), kLineBytes);
+      const uint64_t tokens = MmaDescriptor(shared_.Tokens(at_.slot, consumer_), kLineBytes);
+      const uint64_t values = MmaDescriptor(shared_.Values(at_.slot), kLineBytes);
       MmaFence();
 #pragma unroll
       for (int depth = 0; depth < kChunk / kMmaDepth; ++depth) {
@@ -259,7 +233,7 @@ class Consumer {
   __device__ void LoadUnits(Products& p) const {
 #pragma unroll
     for (int parity = 0; parity < 2; ++parity) {
-      const uint32_t from = shared_.List(at_.slot, group_) + (lane_ % 4 * 2 + parity) * C::kRanks;
+      const uint32_t from = shared_.List(at_.slot) + (lane_ % 4 * 2 + parity) * C::kRanks;
 #pragma unroll
       for (int word = 0; word < C::kRanks / 4; ++word) {
         asm volatile("ld.shared.u32 %0, [%1];" : "=r"(p.units[parity][word]) : "r"(from + word * 4) : "memory");
@@ -307,10 +281,10 @@ class Consumer {
   __device__ void Store(const Tile& tile) {
     const Geometry& g = a_.geometry;
     const bool odd = lane_ / 4 % 2 == 1;
-    const int token = tile.token + token_chunk_ * kChunk + warp_ * kWarpTokens + lane_ / 8 * 2 + odd * 8;
+    const int token = tile.token + consumer_ * kChunk + warp_ * kWarpTokens + lane_ / 8 * 2 + odd * 8;
 #pragma unroll 1
     for (int parity = 0; parity < 2; ++parity) {
-      const int64_t window = tile.window + group_ * kWindows + lane_ % 4 * 2 + parity;
+      const int64_t window = tile.window + lane_ % 4 * 2 + parity;
 #pragma unroll 4
       for (int unit = 0; unit < kMaskBits; ++unit) {
         const uint32_t at = sums_ + parity * kParityBytes + unit * kUnitBytes + lane_ * 8;
@@ -338,7 +312,7 @@ class Consumer {
 
   const Arguments& a_;
   const SharedMap<C> shared_;
-  const int token_chunk_, group_, warp_, lane_;
+  const int consumer_, warp_, lane_;
   const uint32_t sums_;
   RingPosition at_, done_;
 };
@@ -367,7 +341,7 @@ __global__ void __launch_bounds__(kThreads, 1) ManyTokensT(const __grid_constant
   } else {
     ClaimRegisters<kConsumerRegisters>();
     Consumer<C> consumer(a, shared, warpgroup);
-    for (int32_t index = blockIdx.x; index < a.tiles; index += gridDim.x) consumer.Run(TileAt<C>(a, index));
+    for (int32_t index = blockIdx.x; index < a.tiles; index += gridDim.x) consumer.Run(TileAt(a, index));
   }
 }
 

@@ -270,7 +270,8 @@ inline std::vector<Case> Problems(Op op, bool quick) {
         c.tokens = tokens;
         c.in_features = tokens > 264 ? 200 : quick ? 100 + random() % 300 : 300 + random() % 1000;
         c.out_features = tokens > 264 ? 1490 : 50 + random() % 200;
-        c.data = tokens == 8 && random() % 2 ? Data::kSpecial : Data::kExact;
+        if (pattern.bn == 1) c.out_features = (c.out_features + 7) / 8 * 8;
+        c.data = tokens == 8 && (pattern.bn == 1 || random() % 2) ? Data::kSpecial : Data::kExact;
         fill(c);
         cases.back().offset = 0;
         cases.back().result = random() % 2 ? dtype : DType::kF32;
