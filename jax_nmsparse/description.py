@@ -85,7 +85,8 @@ class Description:
         if stored.pattern != self.pattern:
             raise ValueError(
                 f"{label}: the variables have pattern {stored.pattern}, expected {self.pattern} (= pattern of the "
-                f"module); build the module with pattern='{stored.pattern}', or convert: from_dense(to_dense(...), pattern)"
+                f"module); build the module with pattern='{stored.pattern}', or convert: "
+                "from_dense(to_dense(...), pattern)"
             )
         w = f"w {stored.layout.in_features}x{stored.layout.out_features}"
         if stored.in_sizes != self.in_sizes:
