@@ -1,5 +1,7 @@
 """N:M sparse networks in JAX."""
 
+from jax_nmsparse import pruning as pruning
+from jax_nmsparse import training as training
 from jax_nmsparse.array import NMSparse as NMSparse
 from jax_nmsparse.explanation import Explanation as Explanation
 from jax_nmsparse.explanation import explain as explain
