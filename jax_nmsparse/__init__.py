@@ -3,6 +3,9 @@
 from jax_nmsparse import pruning as pruning
 from jax_nmsparse import training as training
 from jax_nmsparse.array import NMSparse as NMSparse
+from jax_nmsparse.conversion import Rule as Rule
+from jax_nmsparse.conversion import densify as densify
+from jax_nmsparse.conversion import sparsify as sparsify
 from jax_nmsparse.explanation import Explanation as Explanation
 from jax_nmsparse.explanation import explain as explain
 from jax_nmsparse.explanation import supports as supports

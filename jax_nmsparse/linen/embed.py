@@ -80,7 +80,9 @@ class NMSparseEmbed(nn.Module):
         self._weight = layer_weight(self, self._description(), draw, dense="embedding")
 
     def _description(self) -> Description:
-        return Description(check_pattern(label(self), self.pattern), (self.features,), (self.num_embeddings,))
+        return Description(
+            check_pattern(label(self), self.pattern), (self.features,), (self.num_embeddings,), "embedding"
+        )
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Rows of the table: ``[*inputs.shape, features]``; see `nn.Embed` for ids that are out of range."""
@@ -102,7 +104,7 @@ class NMSparseEmbed(nn.Module):
     def from_weight(w: NMSparse) -> dict[str, dict[str, Any]]:
         """The variables of a layer that holds a given weight ``Eᵀ``, ``[..., features, num_embeddings]``."""
         check_weight(w)
-        return variables_of(w, Description(w.pattern, (w.in_features,), (w.out_features,)), None)
+        return variables_of(w, Description(w.pattern, (w.in_features,), (w.out_features,), "embedding"), None)
 
     @staticmethod
     def from_dense(

@@ -87,7 +87,7 @@ class NMSparseEmbed(nnx.Module):
 
     @property
     def _description(self) -> Description:
-        return Description(self.pattern, (self.features,), (self.num_embeddings,))
+        return Description(self.pattern, (self.features,), (self.num_embeddings,), "embedding")
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Rows of the table: ``[*inputs.shape, features]``; see `nnx.Embed` for ids that are out of range."""
