@@ -76,7 +76,10 @@ def _candidate(path: str, layer: Any) -> Candidate:
     problem = "" if kind in _DENSE else f"its class is {kind.__name__}, which may compute something else"
 
     stacked = len(variable.shape) - contracted - others
-    return Candidate(path, leaf, variable.shape, variable.dtype, contracted, stacked, lambda: variable[...], problem)
+    transposed = leaf == "embedding"
+    return Candidate(
+        path, leaf, transposed, variable.shape, variable.dtype, contracted, stacked, lambda: variable[...], problem
+    )
 
 
 def _sparse_layer(layer: Any, w: NMSparse) -> Any:

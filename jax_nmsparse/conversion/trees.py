@@ -32,6 +32,7 @@ def _candidates(params: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[
             yield Candidate(
                 "/".join(path),
                 leaf,
+                leaf == "embedding",
                 jnp.shape(array),
                 jnp.result_type(array),
                 1 if leaf == "embedding" and jnp.ndim(array) == 2 else None,
