@@ -1,7 +1,7 @@
 """How long pruning one matrix takes: ``python -m benchmarks.sparsegpt [--size 8192] [--out FILE]``.
 
-Weights and inputs are random and correlated; the Gram matrix is gathered outside the timing. Every method and pattern is
-called twice on the same shapes: the first time compiles. Prints a line for each and writes them as JSON.
+Weights and inputs are random and correlated; the Gram matrix is gathered outside the timing. Every method and pattern
+is called twice on the same shapes: the first time compiles. Prints a line for each and writes them as JSON.
 """
 
 from __future__ import annotations

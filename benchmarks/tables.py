@@ -117,12 +117,41 @@ def full(run: dict) -> str:
     return _table(header, rows) + "\n" + _provenance(run) + "\n"
 
 
+def quality(run: dict) -> str:
+    """One line per pattern: cosine, nearest neighbours kept and output error by every method."""
+    rows: dict[tuple[str, str], dict] = {(row["pattern"], row["method"]): row for row in run["rows"]}
+    patterns, methods = (list(dict.fromkeys(key[i] for key in rows)) for i in (0, 1))
+    forms = (("cosine_mean", "cosine", "{:.3f}"), ("neighbours", "10 nearest", "{:.0%}"))
+    header = ["pattern", *(f"{title}, {method}" for _, title, _ in forms for method in methods)]
+    lines = [
+        [pattern, *(form.format(rows[pattern, method][field]) for field, _, form in forms for method in methods)]
+        for pattern in patterns
+    ]
+    means = [
+        form.format(sum(rows[pattern, method][field] for pattern in patterns) / len(patterns))
+        for field, _, form in forms
+        for method in methods
+    ]
+    meta = run["meta"]
+    about = (
+        f"{meta['model']}, float32, calibrated on {meta['calibration']['sentences']} sentences "
+        f"({meta['calibration']['tokens']} tokens), measured on {meta['held_out']['sentences']} others. jax "
+        f"{meta['versions']['jax']}, revision {meta['revision']}, {meta['date'][:10]}."
+    )
+    return _table(header, [*lines, ["mean", *means]]) + "\n" + about + "\n"
+
+
 def render(name: str, device: str) -> str:
-    """The text of a table: "<suite>" is the summary, "<suite>-brief" less of it, "<suite>-full" every row."""
+    """The text of a table: "<suite>" is the summary, "<suite>-brief" less of it, "<suite>-full" every row.
+
+    "quality" lies in a folder of its own, named like a device: it does not depend on one.
+    """
     suite, _, form = name.partition("-")
     run = newest(device, suite)
     if run is None:
         return f"No run of suite {suite} on {device} is recorded yet.\n"
+    if suite == "quality":
+        return quality(run)
     return full(run) if form == "full" else summary(run, brief=form == "brief")
 
 
