@@ -247,7 +247,7 @@ def _spmm_t(g, w: NMSparse, precision, preferred_element_type, implementation) -
         # (g * scales) Wᵀ: the scales belong to out_features, the axis that is summed over here.
         lead = w.ndim - 2
         scales = w.scales.reshape(*w.scales.shape[:lead], *([1] * (g.ndim - lead - 1)), w.out_features)
-        g = g if g.dtype.itemsize > 1 else g.astype(jnp.float32)
+        g = g.astype(jnp.float32) if given.itemsize == 1 else g
         g = (g * scales).astype(g.dtype)
     dtype = _result_dtype("spmm", given, g.dtype, w, preferred_element_type)
     lead = w.ndim - 2
