@@ -101,8 +101,8 @@ class Reader:
     def array_type(self, name: str) -> tuple[tuple[int, ...], str]:
         """Shape and dtype of an array, without reading it."""
         piece = self._file.get_slice(name)
-        stored = piece.get_dtype()
-        return tuple(piece.get_shape()), self._dtypes.get(name) or _DTYPES.get(stored, stored)
+        stored: str = piece.get_dtype()
+        return tuple(piece.get_shape()), self._dtypes.get(name, _DTYPES.get(stored, stored))
 
     def _array(self, name: str) -> np.ndarray:
         try:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -174,7 +175,7 @@ def test_inspect(model, tmp_path, capsys):
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 def test_inspect_of_the_variables_of_layers(tmp_path, capsys, kind):
     path = tmp_path / "model.safetensors"
-    layer = NMSparseLinear(64, 32, pattern="4:8", rngs=nnx.Rngs(0))
+    layer: Any = NMSparseLinear(64, 32, pattern="4:8", rngs=nnx.Rngs(0))
     if kind == "nnx":
         checkpoint.save(path, {"mlp": nnx.to_pure_dict(nnx.state(layer))})
     else:

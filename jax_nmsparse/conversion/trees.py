@@ -20,8 +20,8 @@ def as_variables(tree: Mapping[str, Any]) -> dict[str, Any]:
     def copied(node: Any) -> Any:
         return {key: copied(child) for key, child in node.items()} if isinstance(node, Mapping) else node
 
-    tree = copied(nn.meta.unbox(tree))
-    return tree if isinstance(tree.get("params"), dict) else {"params": tree}
+    plain: dict[str, Any] = copied(nn.meta.unbox(tree))
+    return plain if isinstance(plain.get("params"), dict) else {"params": plain}
 
 
 def _candidates(params: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[Candidate]:

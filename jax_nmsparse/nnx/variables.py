@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import ArrayLike
 
 from jax_nmsparse.array import NMSparse
 from jax_nmsparse.description import Description
@@ -47,7 +48,7 @@ class NMFormat(nnx.Module):
         super().__setattr__(name, value)
 
 
-def initialised(result: Any, shape: tuple[int, ...], metadata: Mapping[str, Any]) -> tuple[jax.Array, dict[str, Any]]:
+def initialised(result: Any, shape: tuple[int, ...], metadata: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """What an initialiser returned, in a shape, and metadata with what came with it."""
     if not isinstance(result, nnx.VariableMetadata):
         return result if isinstance(result, NMSparse) else result.reshape(shape), dict(metadata)
@@ -100,13 +101,13 @@ def held(layer: Any, description: Description, lead: tuple[int, ...] | None = No
     arrays = {"values": layer.values[...], "mask": layer.mask[...]}
     if layer.scales is not None:
         arrays["scales"] = layer.scales[...]
-    lead = arrays["values"].shape[:-5] if lead is None else lead
+    lead = tuple(arrays["values"].shape[:-5]) if lead is None else lead
     remedy = ", or of stacked layers, which nnx.scan and nnx.vmap slice"
     description.check_arrays(label, arrays, lead, remedy)
     return weight(description, arrays["values"], arrays["mask"], arrays.get("scales"))
 
 
-def product(layer: Any, x: jax.Array, w: NMSparse, bias: jax.Array | None, **options: Any) -> jax.Array:
+def product(layer: Any, x: ArrayLike, w: NMSparse, bias: jax.Array | None, **options: Any) -> jax.Array:
     """``act(x W + bias)`` in the dtype that x, values and bias promote to."""
 
     def promote(*arrays):
