@@ -35,10 +35,10 @@ def relative_error(w: jax.Array, pruned: jax.Array, inputs: nms.pruning.Statisti
     """``||x (W - W')||^2 / ||x W||^2``, from ``x^T x``."""
 
     def squared(w: jax.Array) -> jax.Array:
-        w = w.astype(jnp.float32)
-        return jnp.sum(w * jnp.matmul(inputs.gram, w, precision="highest"))
+        return jnp.sum(w * jnp.matmul(jnp.asarray(inputs.gram), w, precision="highest"))
 
-    return float(squared(w.astype(jnp.float32) - pruned.astype(jnp.float32)) / squared(w))
+    w, pruned = w.astype(jnp.float32), pruned.astype(jnp.float32)
+    return float(squared(w - pruned) / squared(w))
 
 
 def measure(method: str, pattern: str, w: jax.Array, inputs: nms.pruning.Statistics) -> dict:

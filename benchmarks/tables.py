@@ -141,6 +141,26 @@ def quality(run: dict) -> str:
     return _table(header, [*lines, ["mean", *means]]) + "\n" + about + "\n"
 
 
+def pruning(run: dict) -> str:
+    """One line per pattern and method: how long pruning one matrix takes."""
+    rows = [
+        [
+            f"{row['size']}x{row['size']}",
+            row["pattern"],
+            row["method"],
+            f"{row['seconds']:.2f}",
+            f"{row['seconds_with_compile']:.2f}",
+            f"{row['relative_error']:.4f}",
+        ]
+        for row in run["rows"]
+    ]
+    header = ["weight", "pattern", "method", "seconds", "with compilation", "relative squared error of x W"]
+    return _table(header, rows) + "\n" + _provenance(run) + "\n"
+
+
+_OWN_TABLES = {"quality": quality, "sparsegpt": pruning}
+
+
 def render(name: str, device: str) -> str:
     """The text of a table: "<suite>" is the summary, "<suite>-brief" less of it, "<suite>-full" every row.
 
@@ -150,8 +170,8 @@ def render(name: str, device: str) -> str:
     run = newest(device, suite)
     if run is None:
         return f"No run of suite {suite} on {device} is recorded yet.\n"
-    if suite == "quality":
-        return quality(run)
+    if suite in _OWN_TABLES:
+        return _OWN_TABLES[suite](run)
     return full(run) if form == "full" else summary(run, brief=form == "brief")
 
 

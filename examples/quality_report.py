@@ -24,8 +24,8 @@ def show(results: dict[str, Any], console: rich.console.Console) -> None:
     table = rich.table.Table(
         title=f"{meta['model']}, pruned without retraining", box=rich.box.SIMPLE_HEAD, collapse_padding=True
     )
-    for name, justify in (("pattern", "left"), ("method", "left")):
-        table.add_column(name, justify=justify, no_wrap=True)
+    for name in ("pattern", "method"):
+        table.add_column(name, no_wrap=True)
     for name in ("cosine\nmean", "\nmin", "same\nnearest", "10 nearest\nshared", "output\nerror"):
         table.add_column(name, justify="right", no_wrap=True)
     previous = None

@@ -35,11 +35,13 @@ _LEARNING_RATE = 5e-3
 
 def digits() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Images float32 ``[count, 64]`` in [0, 1] and labels: (train images, train labels, test images, test labels)."""
-    images, labels = sklearn.datasets.load_digits(return_X_y=True)
-    split = sklearn.model_selection.train_test_split(
-        (images / 16).astype(np.float32), labels.astype(np.int32), test_size=0.25, random_state=0, stratify=labels
+    data: Any = sklearn.datasets.load_digits()
+    images, labels = (data.data / 16).astype(np.float32), data.target.astype(np.int32)
+    split: Any = sklearn.model_selection.train_test_split(
+        images, labels, test_size=0.25, random_state=0, stratify=labels
     )
-    return split[0], split[2], split[1], split[3]
+    train_images, test_images, train_labels, test_labels = split
+    return train_images, train_labels, test_images, test_labels
 
 
 class Classifier(nn.Module):
@@ -52,24 +54,25 @@ class Classifier(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         for i, features in enumerate((*self.hidden, CLASSES)):
             x = nn.relu(x) if i else x
-            layer = nn.Dense if self.pattern is None else NMSparseDense
-            options = {} if self.pattern is None else {"pattern": self.pattern}
-            x = layer(features, name=f"layer_{i}", **options)(x)
+            if self.pattern is None:
+                x = nn.Dense(features, name=f"layer_{i}")(x)
+            else:
+                x = NMSparseDense(features, pattern=self.pattern, name=f"layer_{i}")(x)
         return x
 
 
 def train(
-    model: Classifier,
+    model: Any,
     images: np.ndarray,
     labels: np.ndarray,
     pattern: nms.NMPattern | None,
     key: jax.Array,
     epochs: int,
-) -> tuple[Any, dict[str, jax.Array]]:
+) -> tuple[Any, jax.Array]:
     """Trains the dense parameters of one classifier; runs under jit and vmap over key.
 
     Args:
-      model: Dense.
+      model: A dense `Classifier`.
       images: float32 ``[count, 64]``.
       labels: int32 ``[count]``.
       pattern: None, or that which the kernels shall have at the end.
@@ -77,7 +80,7 @@ def train(
       epochs: Passes over the images.
 
     Returns:
-      The parameters, and the mean over the layers of the flip rate of the masks in every epoch.
+      The parameters, and the mean over the layers of the flip rate of the masks in every epoch: float32 ``[epochs]``.
     """
     rules = {} if pattern is None else {"kernel": pattern}
     steps = len(images) // _BATCH
@@ -102,7 +105,7 @@ def train(
         before = state[0]
         state, _ = jax.lax.scan(update, state, order)
         statistics = nms.training.mask_statistics(state[0], rules, before)
-        return state, jnp.mean(jnp.array([s["flip_rate"] for s in statistics.values()])) if statistics else 0.0
+        return state, jnp.mean(jnp.array([s["flip_rate"] for s in statistics.values()] or [0.0]))
 
     start, order = jax.random.split(key)
     params = model.init(start, jnp.asarray(images[:1]))["params"]
@@ -117,7 +120,7 @@ def convert(params: Any, pattern: nms.NMPattern) -> dict[str, Any]:
     return {c: {name: layer[c] for name, layer in layers.items()} for c in ("params", MASK_COLLECTION)}
 
 
-def accuracy(model: Classifier, variables: Any, images: np.ndarray, labels: np.ndarray) -> float:
+def accuracy(model: Any, variables: Any, images: np.ndarray, labels: np.ndarray) -> float:
     """The share of right answers."""
     return float((jnp.argmax(model.apply(variables, jnp.asarray(images)), axis=-1) == labels).mean())
 

@@ -1,6 +1,7 @@
 """Statistics of inputs, and gathering them by running a user's function with linen and NNX models."""
 
 import functools
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -15,7 +16,7 @@ from jax_nmsparse.linen import NMSparseDense
 from jax_nmsparse.pruning import Statistics, calibrate
 
 
-def assert_counts(statistics: Statistics, x: np.ndarray, gram: bool = True) -> None:
+def assert_counts(statistics: Any, x: Any, gram: bool = True) -> None:
     """Compares with sums over the rows of x in float64."""
     rows = np.asarray(x).astype(np.float64).reshape(-1, x.shape[-1])
     assert int(statistics.tokens) == len(rows)
@@ -26,7 +27,7 @@ def assert_counts(statistics: Statistics, x: np.ndarray, gram: bool = True) -> N
         assert statistics.gram is None
 
 
-def take(stacked: Statistics, i: int) -> Statistics:
+def take(stacked: Any, i: int) -> Statistics:
     return jax.tree.map(lambda leaf: leaf[i], stacked)
 
 
@@ -36,14 +37,14 @@ def test_sums_over_batches(rng, dtype):
     both = np.concatenate([a.reshape(-1, 7), b])
     assert_counts(Statistics.from_inputs(jnp.asarray(a)).update(jnp.asarray(b)), both)
     assert_counts(Statistics.from_inputs(jnp.asarray(a), gram=False).update(jnp.asarray(b)), both, gram=False)
-    joined = Statistics.from_inputs(jnp.asarray(a)).merge(Statistics.from_inputs(jnp.asarray(b)))
+    joined: Any = Statistics.from_inputs(jnp.asarray(a)).merge(Statistics.from_inputs(jnp.asarray(b)))
     assert_counts(joined, both)
     assert joined.squares.dtype == joined.gram.dtype == jnp.float32
 
 
 def test_float64_stays(x64, rng):
     x = oracle.normal(rng, (50, 4), np.float64)
-    statistics = Statistics.from_inputs(jnp.asarray(x))
+    statistics: Any = Statistics.from_inputs(jnp.asarray(x))
     assert statistics.gram.dtype == np.float64
     np.testing.assert_allclose(statistics.gram, x.T @ x, rtol=1e-13)
 
@@ -57,7 +58,7 @@ def test_padding_does_not_count_even_where_it_is_nan(rng):
 
 def test_stacked_layers_by_vmap(rng):
     x = jnp.asarray(oracle.normal(rng, (3, 20, 6)))
-    stacked = jax.vmap(Statistics.from_inputs)(x)
+    stacked: Any = jax.vmap(Statistics.from_inputs)(x)
     assert stacked.gram.shape == (3, 6, 6)
     for i in range(3):
         assert_counts(take(stacked, i), x[i])
@@ -178,8 +179,9 @@ def test_nnx_model(rng):
     assert nnx.Linear.__call__ is call
     assert list(found) == ["blocks/0", "blocks/1", "head"]
     want = {"blocks/0": [], "blocks/1": [], "head": []}
+    blocks: Any = model.blocks
     for x in (np.asarray(batch, np.float64), 2 * np.asarray(batch, np.float64)):
-        for name, block in zip(want, model.blocks, strict=False):
+        for name, block in zip(want, blocks, strict=False):
             want[name].append(x)
             x = np.tanh(x @ np.asarray(block.kernel[...], np.float64) + np.asarray(block.bias[...]))
         want["head"].append(x)
@@ -211,7 +213,8 @@ def test_sow_carries_statistics_out_of_a_scan(rng):
 
     stack = nn.scan(Layer, variable_axes={"params": 0, "intermediates": 0}, split_rngs={"params": True}, length=3)()
     x = jnp.asarray(oracle.normal(rng, (6, 4)))
-    variables = {"params": stack.init(jax.random.key(0), x, None)["params"]}
+    variables: Any = {"params": stack.init(jax.random.key(0), x, None)["params"]}
+    sown: Any
     _, sown = stack.apply(variables, x, None, mutable="intermediates")
     (statistics,) = sown["intermediates"]["inputs"]
     kernel = variables["params"]["Dense_0"]["kernel"]

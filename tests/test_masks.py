@@ -1,6 +1,7 @@
 """Channel permutations and transposable masks, beside the best of all by brute force."""
 
 import itertools
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -75,7 +76,7 @@ def test_folding_into_the_layer_before(rng):
     """As docs/pruning.md says: the MLP computes the same, and its second layer keeps more."""
     net = nn.Sequential([nn.Dense(64), nn.gelu, nn.Dense(8)])
     x = jnp.asarray(oracle.normal(rng, (5, 16)))
-    params = net.init(jax.random.key(0), x)["params"]
+    params: Any = net.init(jax.random.key(0), x)["params"]
     up, down = params["layers_0"], params["layers_2"]
     up["bias"] = jnp.asarray(oracle.normal(rng, 64))
     down["kernel"] *= jnp.asarray(rng.permutation(np.geomspace(0.1, 10, 64)), jnp.float32)[:, None]

@@ -1,6 +1,7 @@
 """Wanda and SparseGPT beside the textbook algorithms in NumPy float64."""
 
 import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ CASES = (
 )
 
 
-def correlated(rng, tokens: int, features: int, dtype=np.float32) -> np.ndarray:
+def correlated(rng, tokens: int, features: int, dtype: Any = np.float32) -> np.ndarray:
     mixing = np.eye(features) + rng.standard_normal((features, features)) / np.sqrt(features)
     return (rng.standard_normal((tokens, features)) @ mixing * rng.uniform(0.5, 2, features)).astype(dtype)
 

@@ -2,6 +2,7 @@
 
 import pathlib
 import sys
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -26,6 +27,9 @@ from jax_nmsparse.training import (
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
 
 import train_digits  # pyright: ignore[reportMissingImports]
+
+HALF: Any = 0.5
+NO_STATE: Any = None
 
 
 def keep(w: np.ndarray, text: str, n: int | None = None) -> np.ndarray:
@@ -100,6 +104,10 @@ class Net(nn.Module):
         return self.layer(4, name="down", **dict(self.options))(x)
 
 
+def _net(layer: type = nn.Dense, **options) -> Any:
+    return Net(layer, tuple(options.items()))
+
+
 def _data(rng):
     x = oracle.normal(rng, (64, 16))
     return jnp.asarray(x), jnp.asarray(np.tanh(x @ oracle.normal(rng, (16, 4))))
@@ -124,16 +132,16 @@ def _train(loss, params, optimiser, steps):
 def test_three_ways_to_train_are_one(rng):
     """The layer, masked_forward with decay, and masked_forward with sr_ste_decay in the optimiser."""
     x, target = _data(rng)
-    params = Net().init(jax.random.key(0), x)["params"]
-    sparse = Net(SRSTEDense, (("pattern", "2:4"), ("decay", 0.05)))
+    params = _net().init(jax.random.key(0), x)["params"]
+    sparse = _net(SRSTEDense, pattern="2:4", decay=0.05)
     initial = sparse.init(jax.random.key(0), x)["params"]
     oracle.assert_same_bits(initial, params)
     rules = {"kernel": "2:4"}
     ways = (
         (lambda p: sparse.apply({"params": p}, x), optax.sgd(0.1)),
-        (lambda p: Net().apply({"params": masked_forward(p, rules, 0.05)}, x), optax.sgd(0.1)),
+        (lambda p: _net().apply({"params": masked_forward(p, rules, 0.05)}, x), optax.sgd(0.1)),
         (
-            lambda p: Net().apply({"params": masked_forward(p, rules)}, x),
+            lambda p: _net().apply({"params": masked_forward(p, rules)}, x),
             optax.chain(sr_ste_decay(rules, 0.05), optax.sgd(0.1)),
         ),
     )
@@ -151,7 +159,7 @@ def test_three_ways_to_train_are_one(rng):
         **params["up"],
         "kernel": jnp.where(keep(np.asarray(params["up"]["kernel"]), "2:4"), params["up"]["kernel"], 0),
     }
-    plain = jax.grad(lambda p: jnp.mean((Net().apply({"params": p}, x) - target) ** 2))(masked)["down"]["kernel"]
+    plain = jax.grad(lambda p: jnp.mean((_net().apply({"params": p}, x) - target) ** 2))(masked)["down"]["kernel"]
     np.testing.assert_allclose(gradient, plain + 0.05 * np.where(keep(w, "2:4"), 0, w), atol=1e-6)
 
 
@@ -159,8 +167,8 @@ def test_three_ways_to_train_are_one(rng):
 def test_export_gives_the_same_logits(rng, text):
     """The exported weight is the masked weight, bit for bit; so are the logits where sums run in the same order."""
     x, target = _data(rng)
-    sparse = Net(SRSTEDense, (("pattern", text), ("decay", 1e-3)))
-    params = sparse.init(jax.random.key(0), x)["params"]
+    sparse = _net(SRSTEDense, pattern=text, decay=1e-3)
+    params: Any = sparse.init(jax.random.key(0), x)["params"]
     params, _ = _train(lambda p: jnp.mean((sparse.apply({"params": p}, x) - target) ** 2), params, optax.adam(1e-2), 20)
     layers = {name: NMSparseDense.from_dense(layer, text) for name, layer in params.items()}
     for name, variables in layers.items():
@@ -169,15 +177,15 @@ def test_export_gives_the_same_logits(rng, text):
     variables = {c: {name: layer[c] for name, layer in layers.items()} for c in ("params", MASK_COLLECTION)}
     logits = sparse.apply({"params": params}, x)
     for implementation in oracle.IMPLEMENTATIONS:
-        served = Net(NMSparseDense, (("pattern", text), ("implementation", implementation)))
+        served = _net(NMSparseDense, pattern=text, implementation=implementation)
         got = served.apply(variables, x)
         if implementation == "dense":
             np.testing.assert_array_equal(got, logits)
         oracle.assert_close(got, np.asarray(logits, np.float64), depth=64)
     whole = jax.tree.map(lambda leaf: jnp.round(8 * leaf), variables["params"])
-    exact = Net().apply({"params": jax.tree.map(jnp.round, _dense({**variables, "params": whole}))}, jnp.round(x))
+    exact = _net().apply({"params": jax.tree.map(jnp.round, _dense({**variables, "params": whole}))}, jnp.round(x))
     for implementation in oracle.IMPLEMENTATIONS:
-        served = Net(NMSparseDense, (("pattern", text), ("implementation", implementation)))
+        served = _net(NMSparseDense, pattern=text, implementation=implementation)
         np.testing.assert_array_equal(served.apply({**variables, "params": whole}, jnp.round(x)), exact)
 
 
@@ -190,7 +198,7 @@ def _dense(variables):
 
 def test_nnx_models_train_by_masked_forward(rng):
     x, target = _data(rng)
-    model = nnx.Linear(16, 4, rngs=nnx.Rngs(0))
+    model: Any = nnx.Linear(16, 4, rngs=nnx.Rngs(0))
     graph, params, rest = nnx.split(model, nnx.Param, ...)
 
     def loss(params):
@@ -211,7 +219,7 @@ def test_nnx_models_train_by_masked_forward(rng):
 def test_fine_tuning_values_keeps_the_mask(rng):
     """With the layer, whose parameters are values, and with value_and_grad and with_values."""
     x, target = _data(rng)
-    net = Net(NMSparseDense, (("pattern", "2:4"),))
+    net = _net(NMSparseDense, pattern="2:4")
     variables = net.init(jax.random.key(0), x)
     constants = variables[MASK_COLLECTION]
 
@@ -278,11 +286,15 @@ def test_rules(rng):
             "'attention' matches no",
         ),
         (lambda: masked_forward({"bias": jnp.ones(4)}, {"bias": "2:4"}), ValueError, "no leaf of two axes"),
-        (lambda: masked_forward({"kernel": jnp.ones((4, 4))}, {"kernel": 0.5}), TypeError, "rules: pattern is a float"),
+        (
+            lambda: masked_forward({"kernel": jnp.ones((4, 4))}, {"kernel": HALF}),
+            TypeError,
+            "rules: pattern is a float",
+        ),
         (lambda: sr_ste(jnp.ones(4), "2:4"), ValueError, r"sr_ste: the dense weight has shape \(4,\)"),
         (lambda: sr_ste(jnp.ones((4, 4), jnp.int8), "2:4"), TypeError, "sr_ste: w has dtype int8"),
         (
-            lambda: sr_ste_decay({"k": "2:4"}, 0.1).update({"k": jnp.ones((4, 4))}, None),
+            lambda: sr_ste_decay({"k": "2:4"}, 0.1).update({"k": jnp.ones((4, 4))}, NO_STATE),
             ValueError,
             "sr_ste_decay: update needs params",
         ),

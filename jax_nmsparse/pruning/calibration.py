@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.typing import ArrayLike
 
 from jax_nmsparse.pruning.selection import score_dtype
 
@@ -48,7 +49,7 @@ class Statistics:
     gram: jax.Array | None = None
 
     @classmethod
-    def from_inputs(cls, x: jax.Array, *, where: jax.Array | None = None, gram: bool = True) -> Statistics:
+    def from_inputs(cls, x: jax.Array, *, where: ArrayLike | None = None, gram: bool = True) -> Statistics:
         """Counts a first batch.
 
         Args:
@@ -73,7 +74,7 @@ class Statistics:
                 ) from None
         return _sums(x, where, gram)
 
-    def update(self, x: jax.Array, *, where: jax.Array | None = None) -> Statistics:
+    def update(self, x: jax.Array, *, where: ArrayLike | None = None) -> Statistics:
         """Counts another batch; arguments as in `from_inputs`."""
         if x.ndim < 1 or x.shape[-1] != self.squares.shape[-1]:
             raise ValueError(
@@ -258,8 +259,11 @@ class _Recorder:
             for layer in self._layers if paths else ():
                 if issubclass(layer, nnx.Module):
                     own = vars(layer).get("__call__")
-                    undo = (delattr, layer, "__call__") if own is None else (setattr, layer, "__call__", own)
-                    stack.callback(*undo)
-                    layer.__call__ = replacement(layer.__call__)
+                    inherited: Any = layer.__call__
+                    setattr(layer, "__call__", replacement(inherited))  # noqa: B010
+                    if own is None:
+                        stack.callback(delattr, layer, "__call__")
+                    else:
+                        stack.callback(setattr, layer, "__call__", own)
             stack.enter_context(nn.intercept_methods(intercept))
             yield
