@@ -104,6 +104,11 @@ class Reader:
         stored: str = piece.get_dtype()
         return tuple(piece.get_shape()), self._dtypes.get(name, _DTYPES.get(stored, stored))
 
+    def parts(self, name: str) -> dict[str, str]:
+        """Names of the tensors of a weight: values, mask and, where there are any, scales."""
+        stored = {part: f"{name}{SEPARATOR}{part}" for part in _PARTS}
+        return {part: tensor for part, tensor in stored.items() if tensor in self._tensors}
+
     def _array(self, name: str) -> np.ndarray:
         try:
             array = self._file.get_tensor(name)
@@ -118,8 +123,7 @@ class Reader:
         if name not in self.weights:
             return self._array(name)
         weight = self.weights[name]
-        stored = {part: f"{name}{SEPARATOR}{part}" for part in _PARTS}
-        arrays = {part: jnp.asarray(self._array(tensor)) for part, tensor in stored.items() if tensor in self._tensors}
+        arrays = {part: jnp.asarray(self._array(tensor)) for part, tensor in self.parts(name).items()}
         try:
             pattern, shape = NMPattern.parse(weight["pattern"]), tuple(weight["shape"])
             return NMSparse(**arrays, shape=shape, pattern=pattern)

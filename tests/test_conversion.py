@@ -240,6 +240,22 @@ def test_conversion_keeps_no_dense_copy_alive(monkeypatch, kind):
     assert not [a for a in jax.live_arrays() if a.shape == (64, 96)]
 
 
+def test_donation_spares_an_array_that_lies_in_two_places():
+    kernel = jax.random.normal(jax.random.key(0), (16, 8))
+    variables, _ = nms.sparsify({"a": {"kernel": kernel}, "b": {"kernel": kernel}}, "2:4", donate=True)
+    a, b = (nms.NMSparseDense.to_weight({c: variables[c][name] for c in variables}) for name in "ab")
+    oracle.assert_same_bits(a, b)
+    assert not kernel.is_deleted()
+
+
+def test_statistics_of_axes_in_any_order(rng):
+    """Flax contracts axes in ascending order, whatever the order they are given in."""
+    net = nn.DenseGeneral(5, axis=(-1, 1))
+    x = oracle.normal(rng, (2, 3, 4, 6))
+    (statistics,) = nms.pruning.calibrate(net.apply, net.init(jax.random.key(0), x), [x], gram=False).values()
+    oracle.assert_close(statistics.squares, np.square(x.astype(np.float64)).sum((0, 2)).ravel(), depth=8)
+
+
 # NNX.
 
 
@@ -309,6 +325,10 @@ def test_nnx_single_layer_subclasses_and_tuples():
     setattr(model.plain, "activation", "relu")  # noqa: B010
     with pytest.raises(ValueError, match="plain has activation='relu', which no dense layer"):
         nms.densify(model)
+    tied: Any = nnx.Dict(a=nnx.Linear(8, 8, rngs=nnx.Rngs(0)), b=nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+    tied.b.kernel = tied.a.kernel
+    with pytest.raises(ValueError, match="b/kernel cannot become sparse: its kernel is that of a too"):
+        nms.sparsify(tied, "2:4")
     model = nnx.Dict(pair=nnx.data((nnx.Linear(8, 8, rngs=nnx.Rngs(0)),)))
     with pytest.raises(TypeError, match="a layer lies in a tuple"):
         nms.sparsify(model, "2:4")

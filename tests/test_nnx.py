@@ -269,6 +269,10 @@ def test_a_state_of_another_pattern_is_refused():
     for state in (nnx.state(other), pure(other)):
         with pytest.raises(ValueError, match="have pattern 16:32, expected 2:4"):
             nnx.update(Model("2:4"), state)
+    mixed = nnx.merge(nnx.graphdef(model), nnx.state(other))
+    for layer in (*mixed.layers, mixed.heads):
+        with pytest.raises(ValueError, match="have pattern 16:32, expected 2:4"):
+            nnx.jit(lambda layer: layer(jnp.ones(32)))(layer)
     fresh = Model("2:4", 1)
     nnx.update(fresh, nnx.state(model))
     oracle.assert_same_bits(pure(fresh), pure(model))

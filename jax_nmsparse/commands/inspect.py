@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import math
 import re
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -34,14 +35,12 @@ def run(arguments: argparse.Namespace) -> int:
             if name in parts or _layer(name):
                 continue
             if name in reader.weights:
-                w = reader.read(name)
-                assert isinstance(w, NMSparse)
                 if arguments.check:
-                    _check(name, w)
-                row = _row(name, w.shape, str(w.pattern), jnp.dtype(w.dtype).name, w.nbytes)
+                    _check(name, reader.read(name))
+                row = _weight_row(name, reader)
             else:
                 shape, dtype = reader.array_type(name)
-                row = _row(name, shape, "", dtype, math.prod(shape) * _itemsize(dtype))
+                row = _row(name, shape, "", dtype, _nbytes(name, reader))
             if name in reader.weights or arguments.all:
                 rows.append(row)
             dense, stored = dense + row.dense, stored + row.nbytes
@@ -88,15 +87,27 @@ def _parts(layer: str, reader: Reader) -> list[str]:
 def _layer_row(layer: str, description: Description, reader: Reader) -> _Row:
     nbytes, lead, dtype = 0, (), "float32"
     for part in _parts(layer, reader):
-        shape, part_dtype = reader.array_type(part)
-        nbytes += math.prod(shape) * _itemsize(part_dtype)
+        nbytes += _nbytes(part, reader)
         if part.endswith("values"):
-            lead, dtype = shape[:-5], part_dtype
+            shape, dtype = reader.array_type(part)
+            lead = shape[:-5]
     size = (*lead, description.layout.in_features, description.layout.out_features)
     return _row(re.sub(r"^nm_mask\.", "", layer), size, str(description.pattern), dtype, nbytes)
 
 
-def _check(name: str, w: NMSparse) -> None:
+def _nbytes(tensor: str, reader: Reader) -> int:
+    shape, dtype = reader.array_type(tensor)
+    return math.prod(shape) * _itemsize(dtype)
+
+
+def _weight_row(name: str, reader: Reader) -> _Row:
+    parts, described = reader.parts(name), reader.weights[name]
+    nbytes = sum(_nbytes(tensor, reader) for tensor in parts.values())
+    return _row(name, tuple(described["shape"]), described["pattern"], reader.array_type(parts["values"])[1], nbytes)
+
+
+def _check(name: str, w: Any) -> None:
+    assert isinstance(w, NMSparse)
     try:
         w.validate()
     except ValueError as error:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 
 from jax_nmsparse.conversion.kernels import Candidate, Job, each, plan
@@ -59,14 +61,16 @@ def sparsify_variables(
     params = variables["params"]
     steps = plan(_candidates(params), rules, **options)
     _check_biases(params, [step for step in steps if isinstance(step, Job)])
+    # An array that lies in two places must outlive the first.
+    uses = collections.Counter(map(id, jax.tree.leaves(variables)))
     reports: list[LayerReport] = []
     for job in each(steps, progress):
         if isinstance(job, LayerReport):
             reports.append(job)
             continue
-        w, report = job.run(donate=donate)
-        reports.append(report)
         node = _node(params, job.candidate.path)
+        w, report = job.run(donate=donate and uses[id(node[job.candidate.leaf])] == 1)
+        reports.append(report)
         if job.candidate.leaf == "embedding":
             new = NMSparseEmbed.from_weight(w)
         else:

@@ -69,7 +69,9 @@ def hold(layer: Any, kernel: jax.Array | NMSparse, description: Description, met
     context = {key: metadata[key] for key in ("sharding_rules", "mesh") if key in metadata}
 
     def constant(array: jax.Array) -> NMMask:
-        return NMMask(array) if names is None else NMMask(array, **context, out_sharding=_padded(names, array.ndim))
+        named = {} if names is None else {**context, "out_sharding": _padded(names, array.ndim)}
+        # nnx.merge pairs variables by their order: what the mask is goes with it.
+        return NMMask(array, **named, description=str(description))
 
     def trained(array: jax.Array, names: Any) -> nnx.Param:
         named = {} if names is None else {"out_sharding": _padded(names, array.ndim)}
@@ -98,6 +100,7 @@ def held(layer: Any, description: Description, lead: tuple[int, ...] | None = No
     """
     label = type(layer).__name__
     description.check(label, layer.format.names())
+    description.check(label, filter(None, [layer.mask.get_metadata("description", None)]))
     arrays = {"values": layer.values[...], "mask": layer.mask[...]}
     if layer.scales is not None:
         arrays["scales"] = layer.scales[...]
