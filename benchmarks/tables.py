@@ -121,14 +121,17 @@ def quality(run: dict) -> str:
     """One line per pattern: cosine, nearest neighbours kept and output error by every method."""
     rows: dict[tuple[str, str], dict] = {(row["pattern"], row["method"]): row for row in run["rows"]}
     patterns, methods = (list(dict.fromkeys(key[i] for key in rows)) for i in (0, 1))
-    forms = (("cosine_mean", "cosine", "{:.3f}"), ("neighbours", "10 nearest", "{:.0%}"))
+    forms = (
+        ("cosine_mean", "cosine", lambda x: f"{x:.3f}"),
+        ("neighbours", "10 nearest", lambda x: f"{100 * x:.0f} %"),
+    )
     header = ["pattern", *(f"{title}, {method}" for _, title, _ in forms for method in methods)]
     lines = [
-        [pattern, *(form.format(rows[pattern, method][field]) for field, _, form in forms for method in methods)]
+        [pattern, *(form(rows[pattern, method][field]) for field, _, form in forms for method in methods)]
         for pattern in patterns
     ]
     means = [
-        form.format(sum(rows[pattern, method][field] for pattern in patterns) / len(patterns))
+        form(sum(rows[pattern, method][field] for pattern in patterns) / len(patterns))
         for field, _, form in forms
         for method in methods
     ]
