@@ -69,7 +69,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=pathlib.Path)
     options = parser.parse_args(arguments)
     w, inputs = jax.block_until_ready(problem(options.size))
-    result = {"meta": {**metadata("sparsegpt", options.revision), "timing": "one call, host clock"}, "rows": []}
+    result = {
+        "meta": {**metadata("sparsegpt", options.revision), "timing": "one call, host clock", "seed": 0},
+        "rows": [],
+    }
     for pattern in options.patterns.split(","):
         for method in options.methods.split(","):
             row = measure(method, pattern, w, inputs)

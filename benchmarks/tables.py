@@ -8,6 +8,7 @@ import json
 import math
 import pathlib
 import re
+import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
@@ -121,14 +122,17 @@ def quality(run: dict) -> str:
     """One line per pattern: cosine, nearest neighbours kept and output error by every method."""
     rows: dict[tuple[str, str], dict] = {(row["pattern"], row["method"]): row for row in run["rows"]}
     patterns, methods = (list(dict.fromkeys(key[i] for key in rows)) for i in (0, 1))
-    forms = (("cosine_mean", "cosine", "{:.3f}"), ("neighbours", "10 nearest", "{:.0%}"))
+    forms = (
+        ("cosine_mean", "cosine", lambda x: f"{x:.3f}"),
+        ("neighbours", "10 nearest", lambda x: f"{100 * x:.0f} %"),
+    )
     header = ["pattern", *(f"{title}, {method}" for _, title, _ in forms for method in methods)]
     lines = [
-        [pattern, *(form.format(rows[pattern, method][field]) for field, _, form in forms for method in methods)]
+        [pattern, *(form(rows[pattern, method][field]) for field, _, form in forms for method in methods)]
         for pattern in patterns
     ]
     means = [
-        form.format(sum(rows[pattern, method][field] for pattern in patterns) / len(patterns))
+        form(sum(rows[pattern, method][field] for pattern in patterns) / len(patterns))
         for field, _, form in forms
         for method in methods
     ]
@@ -158,13 +162,32 @@ def pruning(run: dict) -> str:
     return _table(header, rows) + "\n" + _provenance(run) + "\n"
 
 
-_OWN_TABLES = {"quality": quality, "sparsegpt": pruning}
+def digits(run: dict) -> str:
+    """One line per kind of network: accuracy over the seeds, and how the masks settle."""
+    dense = run["rows"][0]["accuracy"]
+    rows = []
+    for row in run["rows"]:
+        accuracy, flips = row["accuracy"], row["flip_rate"]
+        settling = [f"{flips[i]:.4f}" for i in (0, len(flips) // 2, -1)] if row["name"] != "dense" else ["", "", ""]
+        mean = statistics.mean(accuracy)
+        change = f"{100 * (mean - statistics.mean(dense)):+.2f}" if row["name"] != "dense" else ""
+        rows.append(
+            [row["name"], f"{100 * mean:.2f} %", f"{100 * min(accuracy):.2f} to {100 * max(accuracy):.2f}", change]
+            + settling
+        )
+    meta = run["meta"]
+    header = ["weights", "accuracy", "range over seeds", "to dense", "flip rate, first epoch", "middle", "last"]
+    about = f"{meta['network']}, {len(dense)} seeds, {meta['epochs']} epochs. jax {meta['versions']['jax']}, "
+    return _table(header, rows) + "\n" + about + meta["date"][:10] + ".\n"
+
+
+_OWN_TABLES = {"quality": quality, "sparsegpt": pruning, "digits": digits}
 
 
 def render(name: str, device: str) -> str:
     """The text of a table: "<suite>" is the summary, "<suite>-brief" less of it, "<suite>-full" every row.
 
-    "quality" lies in a folder of its own, named like a device: it does not depend on one.
+    "quality" and "digits" lie in a folder "quality", named like a device: they do not depend on one.
     """
     suite, _, form = name.partition("-")
     run = newest(device, suite)

@@ -70,7 +70,7 @@ def plot(results: dict[str, Any], path: pathlib.Path) -> None:
         axis.set_ylim(0, 1.02)
         axis.grid(axis="y", alpha=0.3)
         axis.set_axisbelow(True)
-    axes[0].legend(fontsize=8, loc="lower left", framealpha=1)
+    axes[0].legend(fontsize=8, loc="upper right", framealpha=1)
     figure.suptitle(f"{results['meta']['model']}, pruned without retraining", fontsize=11)
     figure.savefig(path, dpi=100)
     plt.close(figure)

@@ -67,8 +67,9 @@ def test_whole_program(folder, tmp_path, capsys):  # noqa: F811
 
 def test_recorded_order_of_the_methods():
     """On MiniLM, on average over the patterns: SparseGPT not worse than Wanda, Wanda not worse than magnitude."""
-    (path,) = (ROOT / "benchmarks" / "results" / "quality").glob("*.json")
+    (path,) = (ROOT / "benchmarks" / "results" / "quality").glob("*-quality.json")
     run = json.loads(path.read_text())
+    assert run["meta"]["suite"] == "quality"
     assert len({row["pattern"] for row in run["rows"]}) == 9
     for field in ("cosine_mean", "nearest", "neighbours"):
         mean = {m: np.mean([row[field] for row in run["rows"] if row["method"] == m]) for m in quality.METHODS}
