@@ -10,13 +10,13 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.interpreters import mlir
 
 from jax_nmsparse import dispatch, native, reference, sharding
 from jax_nmsparse.dispatch import Choice
 from jax_nmsparse.kernels import Call, Kernel
 from jax_nmsparse.layout import Layout
+from jax_nmsparse.meshes import Axes, add_parts
 from jax_nmsparse.primitives import nm_sddmm_p, nm_spmm_p, nm_spmm_t_p, split_extras
 
 _ACTIVATION_CODES = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
@@ -77,7 +77,7 @@ def _native(op: str, kernel: Kernel, call: Call, activation: str | None):
     return run
 
 
-def _spmm(choice: Choice, call: Call, params, axes: tuple[str, ...]):
+def _spmm(choice: Choice, call: Call, params, axes: Axes, scatter: int | None):
     """spmm with its epilogue, which a native kernel fuses unless parts have to be added up first."""
     activation, extras, kernel = params["activation"], (params["has_scales"], params["has_bias"]), choice.kernel
     accumulator = reference.accumulator_dtype(call.x_dtype, call.values_dtype)
@@ -92,7 +92,7 @@ def _spmm(choice: Choice, call: Call, params, axes: tuple[str, ...]):
             acc = _reference("spmm", choice, {**params, "dtype": exact.dtype})(x, values, mask)
         else:
             acc = _native("spmm", kernel, exact, None)(x, values, mask, None, None)
-        acc = lax.psum(acc, axes) if axes else acc
+        acc = add_parts(acc, axes, scatter)
         if plain:
             return acc.astype(call.dtype)
         return reference.epilogue(acc, *split_extras(rest, *extras), activation, call.dtype)
@@ -100,31 +100,31 @@ def _spmm(choice: Choice, call: Call, params, axes: tuple[str, ...]):
     return separate
 
 
-def _function(op: str, platform: str, params, operands, layout: Layout, axes: tuple[str, ...]):
+def _function(op: str, platform: str, params, operands, layout: Layout, axes: Axes, scatter: int | None):
     """What computes the operation on one device, for operands of these shapes; sums parts over mesh axes."""
     params = {**params, "layout": layout}
     call = _call(op, operands, params)
     choice = dispatch.choose(call, platform, params["implementation"])
     if op == "spmm":
-        return _spmm(choice, call, params, axes)
+        return _spmm(choice, call, params, axes, scatter)
     accumulator = reference.accumulator_dtype(call.x_dtype, call.values_dtype)
     exact = dataclasses.replace(call, dtype=accumulator if axes else call.dtype)
     if choice.kernel is None:
         run = _reference(op, choice, {**params, "dtype": exact.dtype})
     else:
         run = _native(op, choice.kernel, exact, None)
-    return (lambda *operands: lax.psum(run(*operands), axes).astype(call.dtype)) if axes else run
+    return (lambda *operands: add_parts(run(*operands), axes, scatter).astype(call.dtype)) if axes else run
 
 
 def _lowering(op: str, platform: str):
     def rule(ctx, *operands, **params):
-        def local(layout, operands, axes):
-            return _function(op, platform, params, operands, layout, axes)
+        def local(layout, operands, axes, scatter):
+            return _function(op, platform, params, operands, layout, axes, scatter)
 
         if sharding.needs_partitioning(ctx):
             function = sharding.partitioned(op, params["layout"], len(operands) - 3, local)
         else:
-            function = local(params["layout"], ctx.avals_in, ())
+            function = local(params["layout"], ctx.avals_in, (), None)
         return mlir.lower_fun(function, multiple_results=False)(ctx, *operands)
 
     return rule

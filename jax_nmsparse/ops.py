@@ -8,11 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from jax_nmsparse import dispatch, primitives, reference
+from jax_nmsparse import dispatch, products, reference
 from jax_nmsparse import lowering as _lowering  # noqa: F401  (registers the lowerings)
 from jax_nmsparse.array import NMSparse
 from jax_nmsparse.kernels import Call
@@ -148,17 +147,6 @@ def _check_bias(bias: Any, w: NMSparse) -> jax.Array:
     return jnp.broadcast_to(bias, (*lead, w.out_features))
 
 
-def _flat(array: jax.Array, lead: int) -> jax.Array:
-    """Merges the batch axes of a weight's array into one."""
-    return array.reshape(int(np.prod(array.shape[:lead], dtype=np.int64)), *array.shape[lead:])
-
-
-def _tokens_shape(x: jax.Array, lead: int) -> tuple[int, int, int]:
-    batch = int(np.prod(x.shape[:lead], dtype=np.int64))
-    tokens = int(np.prod(x.shape[lead:-1], dtype=np.int64))
-    return batch, tokens, x.shape[-1]
-
-
 def spmm(
     x: ArrayLike,
     w: NMSparse,
@@ -169,6 +157,7 @@ def spmm(
     precision: Any = None,
     preferred_element_type: Any = None,
     implementation: str | None = None,
+    out_sharding: Any = None,
 ) -> jax.Array:
     """Product with an N:M sparse weight: ``y = act(x W + bias)``, with ``transpose=True`` ``y = x Wᵀ``.
 
@@ -184,6 +173,9 @@ def spmm(
       preferred_element_type: dtype of the result. By default that of the promoted x; int32 for int8 times int8
         without scales, bias and activation, otherwise float32, as for float8 x.
       implementation: None chooses (see `explain`); "cuda", "cpu", "xla" or "dense" runs exactly that or raises.
+      out_sharding: On a mesh of explicit axis types, the `NamedSharding` or `PartitionSpec` of the result, as in
+        `jnp.dot`: needed where in_features is sharded. The sum is then one all-reduce, or one reduce-scatter where
+        the result is to be split over the same mesh axes.
 
     Returns:
       ``[*lead, ..., out_features]``; sums are kept in float32 (float64 for float64, int32 for int8 times int8).
@@ -206,7 +198,7 @@ def spmm(
     if transpose:
         if bias is not None or activation is not None:
             raise ValueError("spmm: bias and activation go with transpose=False; add them to the result")
-        return _spmm_t(x, w, precision, preferred_element_type, implementation)
+        return _spmm_t(x, w, precision, preferred_element_type, implementation, out_sharding)
     _check_rows("spmm", "x", x, w, w.in_features, "in_features")
     if activation is not None and activation not in reference.ACTIVATIONS:
         raise ValueError(
@@ -216,30 +208,29 @@ def spmm(
     x, values = _operand_pair("spmm", "x", x, w)
     epilogue = bias is not None or activation is not None
     dtype = _result_dtype("spmm", x.dtype, w, preferred_element_type, epilogue)
-    lead = w.ndim - 2
     static = _static("spmm", x, values, w, dtype, precision, implementation)
-    y = primitives.spmm(
-        x.reshape(_tokens_shape(x, lead)),
-        _flat(values, lead),
-        _flat(w.mask_with_words, lead),
-        None if w.scales is None else _flat(w.scales, lead),
-        None if bias is None else _flat(_check_bias(bias, w), lead),
+    return products.spmm(
+        x,
+        values,
+        w.mask_with_words,
+        w.scales,
+        None if bias is None else _check_bias(bias, w),
         activation=activation,
+        out_sharding=out_sharding,
         **static,
     )
-    return y.reshape(*x.shape[:-1], w.out_features)
 
 
 def _static(op: str, x, second, w: NMSparse, dtype, precision, implementation) -> dict[str, Any]:
     """The static parameters of a primitive call, checked."""
     precision = _check_precision(op, precision)
-    batch, tokens, _ = _tokens_shape(x, w.ndim - 2)
+    batch, tokens, _ = products.tokens_shape(x, w.ndim - 2)
     call = Call(op, w.layout, batch, tokens, x.dtype, second.dtype, dtype, precision)
     _check_implementation(op, implementation, [call])
     return {"layout": w.layout, "dtype": dtype, "precision": precision, "implementation": implementation}
 
 
-def _spmm_t(g, w: NMSparse, precision, preferred_element_type, implementation) -> jax.Array:
+def _spmm_t(g, w: NMSparse, precision, preferred_element_type, implementation, out_sharding) -> jax.Array:
     _check_rows("spmm", "x", g, w, w.out_features, "out_features")
     g, values = _operand_pair("spmm", "x", g, w)
     if w.scales is not None:
@@ -248,11 +239,8 @@ def _spmm_t(g, w: NMSparse, precision, preferred_element_type, implementation) -
         scales = w.scales.reshape(*w.scales.shape[:lead], *([1] * (g.ndim - lead - 1)), w.out_features)
         g = (g * scales).astype(g.dtype if g.dtype.itemsize > 1 else jnp.float32)
     dtype = _result_dtype("spmm", g.dtype, w, preferred_element_type)
-    lead = w.ndim - 2
     static = _static("spmm_t", g, values, w, dtype, precision, implementation)
-    flat_values, flat_mask = _flat(values, lead), _flat(w.mask_with_words, lead)
-    dx = primitives.spmm_t(g.reshape(_tokens_shape(g, lead)), flat_values, flat_mask, **static)
-    return dx.reshape(*g.shape[:-1], w.in_features)
+    return products.spmm_t(g, values, w.mask_with_words, out_sharding=out_sharding, **static)
 
 
 def spmv(x: ArrayLike, w: NMSparse, **options: Any) -> jax.Array:
@@ -281,7 +269,13 @@ def spmv(x: ArrayLike, w: NMSparse, **options: Any) -> jax.Array:
 
 
 def sddmm(
-    x: ArrayLike, g: ArrayLike, w: NMSparse, *, precision: Any = None, implementation: str | None = None
+    x: ArrayLike,
+    g: ArrayLike,
+    w: NMSparse,
+    *,
+    precision: Any = None,
+    implementation: str | None = None,
+    out_sharding: Any = None,
 ) -> jax.Array:
     """Sampled product ``(xᵀ g)`` at the kept units of w: the gradient of ``sum(g * (x @ w))`` by ``w.values``.
 
@@ -291,6 +285,7 @@ def sddmm(
       w: The weight whose mask says which units to compute; its values do not matter.
       precision: As in `jnp.dot`.
       implementation: As in `spmm`.
+      out_sharding: As in `spmm`; needed where an axis of tokens is sharded over explicit mesh axes.
 
     Returns:
       An array of the shape of ``w.values`` (``w.with_values`` takes it), in the dtype of float values, otherwise
@@ -314,15 +309,8 @@ def sddmm(
     dtype = w.dtype if w.dtype in _FLOAT_DTYPES[:-1] else jnp.dtype(jnp.float32)
     common = _promote(x.dtype, g.dtype, dtype)
     x, g = x.astype(common), g.astype(common)
-    lead = w.ndim - 2
     static = _static("sddmm", x, g, w, dtype, precision, implementation)
-    dv = primitives.sddmm(
-        x.reshape(_tokens_shape(x, lead)),
-        g.reshape(_tokens_shape(g, lead)),
-        _flat(w.mask_with_words, lead),
-        **static,
-    )
-    return dv.reshape(w.values.shape)
+    return products.sddmm(x, g, w.mask_with_words, out_sharding=out_sharding, **static)
 
 
 def _is_weight(node: Any) -> bool:

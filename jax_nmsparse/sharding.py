@@ -11,10 +11,12 @@ that computes each device's part:
     columns    g and y (out_features), values, mask    spmm_t
 
 Only whole windows and whole column blocks can be split, so windows are replicated where in_features is padded, and
-columns where out_features is. The sum over a sharded factor is one all-reduce of the result. Where two factors want one
-mesh axis, the weight keeps it: activations are gathered, weights never.
+columns where out_features is. The sum over a sharded factor is one all-reduce of the result, or one reduce-scatter
+where the result is wanted split over those mesh axes. Where two factors want one mesh axis, the weight keeps it:
+activations move, weights never.
 
-Under `jax.shard_map` nothing of this is needed: there a product is local, and sums are written by the user.
+On meshes of explicit axis types `explicit` splits a product before it gets here. Under `jax.shard_map` nothing of this
+is needed: there a product is local, and sums are written by the user.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_nmsparse.layout import Layout
+from jax_nmsparse.meshes import Axes, padded_spec, parts_of, scatter_axis
 
 # Factors of every operand and result: (batch, tokens, windows, columns) named b, t, w, o.
 _OPERANDS = {
@@ -77,13 +79,12 @@ def _splittable(layout: Layout) -> tuple[bool, bool]:
     return whole_in, layout.out_blocks > 1 and layout.padded_out == layout.out_features
 
 
-def _axes(entry: Any) -> tuple[str, ...]:
-    if entry is None:
-        return ()
-    return entry if isinstance(entry, tuple) else (entry,)
+def _spec(array: Any) -> tuple[Axes, ...]:
+    """What splits each axis of an array that the partitioner describes; nothing where it has no named sharding."""
+    return padded_spec(getattr(array.sharding, "spec", ()), len(array.shape))
 
 
-def _factor_axes(op: str, mesh, layout: Layout, operands, result) -> dict[str, tuple[str, ...]]:
+def _factor_axes(op: str, mesh, layout: Layout, operands, result) -> dict[str, Axes]:
     """The mesh axes that split each factor: those of the operands, the weight's first."""
     sizes = {
         "b": operands[0].shape[0],
@@ -91,24 +92,30 @@ def _factor_axes(op: str, mesh, layout: Layout, operands, result) -> dict[str, t
         "w": layout.windows if _splittable(layout)[0] else 1,
         "o": layout.out_blocks if _splittable(layout)[1] else 1,
     }
-    wanted: dict[str, list[tuple[str, ...]]] = {factor: [] for factor in sizes}
+    wanted: dict[str, list[Axes]] = {factor: [] for factor in sizes}
     named = list(zip(_OPERANDS[op], operands[:3], strict=True))
     # The weight's arrays first: values and mask, or the mask alone.
     named.sort(key=lambda pair: pair[0] != "bwo")
-    for factors, aval in [*named, (_RESULT[op], result)]:
-        # Where XLA has no named sharding to report, nothing is split.
-        spec = tuple(getattr(aval.sharding, "spec", ())) + (None,) * 3
-        for factor, entry in zip(factors, spec, strict=False):
-            if _axes(entry):
-                wanted[factor].append(_axes(entry))
+    for factors, array in [*named, (_RESULT[op], result)]:
+        for factor, axes in zip(factors, _spec(array), strict=False):
+            if axes:
+                wanted[factor].append(axes)
     used: set[str] = set()
-    chosen: dict[str, tuple[str, ...]] = {}
+    chosen: dict[str, Axes] = {}
     for factor in ("w", "o", "b", "t"):
         axes = tuple(a for a in (wanted[factor] or [()])[0] if a not in used)
-        parts = int(np.prod([mesh.shape[a] for a in axes], dtype=np.int64))
-        chosen[factor] = axes if axes and sizes[factor] % parts == 0 else ()
+        chosen[factor] = axes if sizes[factor] % parts_of(mesh, axes) == 0 else ()
         used.update(chosen[factor])
     return chosen
+
+
+def _result_axes(op: str, mesh, axes: dict[str, Axes], result) -> tuple[list[Axes], int | None]:
+    """What splits each axis of the result, and which of them its sum leaves split, if any."""
+    added, natural = axes[SUMMED[op]], [axes[factor] for factor in _RESULT[op]]
+    scatter = scatter_axis(natural, added, _spec(result)[:3])
+    if scatter is None or result.shape[scatter] % parts_of(mesh, natural[scatter] + added):
+        return natural, None
+    return [have + (added if i == scatter else ()) for i, have in enumerate(natural)], scatter
 
 
 def partitioned(op: str, layout: Layout, extras: int, local: Callable[..., Callable]) -> Callable:
@@ -118,28 +125,35 @@ def partitioned(op: str, layout: Layout, extras: int, local: Callable[..., Calla
       op: "spmm", "spmm_t" or "sddmm".
       layout: Of the whole weight.
       extras: Operands after the first three, each [batch, out_features].
-      local: ``local(layout, operands, summed_over)`` gives the function of one device's part, which adds up the parts
-        over the named mesh axes.
+      local: ``local(layout, operands, axes, scatter)`` gives the function of one device's part, which adds up the
+        parts by ``add_parts(result, axes, scatter)``.
     """
 
     @custom_partitioning
     def whole(*operands):
-        return local(layout, operands, ())(*operands)
+        return local(layout, operands, (), None)(*operands)
 
     def partition(mesh, arg_shapes, result_shape):
         axes = _factor_axes(op, mesh, layout, arg_shapes, result_shape)
 
-        def sharding(factors: str) -> NamedSharding:
-            return NamedSharding(mesh, PartitionSpec(*(axes[f] or None for f in factors)))
+        final, scatter = _result_axes(op, mesh, axes, result_shape)
 
-        parts = {f: int(np.prod([mesh.shape[a] for a in axes[f]], dtype=np.int64)) for f in axes}
-        piece = Layout(layout.pattern, layout.in_features // parts["w"], layout.out_features // parts["o"])
+        def sharding(*entries: Axes) -> NamedSharding:
+            return NamedSharding(mesh, PartitionSpec(*(entry or None for entry in entries)))
+
+        piece = Layout(
+            layout.pattern,
+            layout.in_features // parts_of(mesh, axes["w"]),
+            layout.out_features // parts_of(mesh, axes["o"]),
+        )
 
         def part(*operands):
-            return local(piece, operands, axes[SUMMED[op]])(*operands)
+            return local(piece, operands, axes[SUMMED[op]], scatter)(*operands)
 
-        arguments = tuple(sharding(f) for f in (*_OPERANDS[op], *(["bo"] * extras)))
-        return mesh, part, sharding(_RESULT[op]), arguments
+        # The extra operands follow the result: what its sum leaves split, they are split by.
+        arguments = [sharding(*(axes[f] for f in factors)) for factors in _OPERANDS[op]]
+        arguments += [sharding(final[0], final[2])] * extras
+        return mesh, part, sharding(*final), tuple(arguments)
 
     rule, options = _rule(op, layout, extras)
     whole.def_partition(partition=partition, sharding_rule=rule, **options)
@@ -149,8 +163,8 @@ def partitioned(op: str, layout: Layout, extras: int, local: Callable[..., Calla
 def needs_partitioning(context: Any) -> bool:
     """Whether a lowering context compiles for several devices that the partitioner fills (not `jax.shard_map`).
 
-    Meshes of explicit axis types are left out: JAX 0.11 and 0.12 cannot lower collectives inside the partitioning
-    callback there. XLA partitions plain JAX by itself, and gathers the operands of an opaque call.
+    Meshes of explicit axis types are left out: there `explicit` has split the operands already, and JAX 0.11 and 0.12
+    cannot lower collectives inside the partitioning callback.
     """
     devices = getattr(context.module_context.axis_context, "device_assignment", None)
     if devices is None or len(devices) == 1:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from jax_nmsparse import explicit
 from jax_nmsparse import layout as layout_lib
 from jax_nmsparse.array import NMSparse, check_dense, check_pattern
 from jax_nmsparse.layout import Layout
@@ -56,6 +58,7 @@ def prune(dense: ArrayLike, pattern: NMPattern | str, *, scores: Any = None, met
     return NMSparse._from_units(dense, mask, pattern)
 
 
+@functools.partial(explicit.by_parts, trailing=(2, 2))
 @jax.jit(static_argnums=2)
 def _scored_mask(dense: jax.Array, scores: jax.Array | None, layout: Layout) -> jax.Array:
     precise = jnp.float64 if jnp.float64 in (dense.dtype, getattr(scores, "dtype", None)) else jnp.float32

@@ -1,0 +1,180 @@
+"""Functions of weights on meshes of explicit axis types, where the sharding of an array is part of its type.
+
+There the sharding of every operand is known while tracing. So a function of whole windows and column blocks runs as a
+`jax.shard_map` over the explicit axes: each device works on its own part, a sum over a sharded axis is one collective,
+and JAX derives the gradients. Axes of arrays are named by factors; two axes of one factor are split together:
+
+    w, o      windows (or in_features), column blocks (or out_features)
+    c         columns of the result (scales, bias)
+    b0, b1    batch axes of a weight
+    t0, t1    axes of tokens
+    ""        never split
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jax_nmsparse.layout import Layout
+from jax_nmsparse.meshes import Axes, check_whole, padded_spec, parts_of, scatter_axis
+
+Factors = tuple[str, ...]
+
+
+def _spec_of(x: Any) -> tuple[Axes, ...]:
+    """For every axis of an array, the explicit mesh axes that split it."""
+    aval = jax.typeof(x)
+    return padded_spec(aval.sharding.spec, aval.ndim)
+
+
+def is_split(*arrays: Any) -> bool:
+    """Whether an explicit mesh axis splits any of the arrays; None is skipped."""
+    return any(any(_spec_of(x)) for x in arrays if x is not None)
+
+
+def factors(batch: int, kind: str, array: Any) -> Factors:
+    """The factors of an array that belongs to a weight.
+
+    Args:
+      batch: Number of batch axes of the weight.
+      kind: "wo" for values, mask, positions and the dense weight, "c" for scales and bias.
+      array: The array, whose further axes are never split.
+    """
+    named = tuple(f"b{i}" for i in range(batch)) + tuple(kind)
+    return named + ("",) * (array.ndim - len(named))
+
+
+def _factor_axes(op: str, operands: Sequence[tuple[Any, Factors]]) -> dict[str, Axes]:
+    """The mesh axes that split each factor; operands agree, or leave it whole."""
+    found: dict[str, Axes] = {}
+    for array, names in operands:
+        for factor, axes in zip(names, _spec_of(array), strict=True):
+            if axes and factor != "c" and found.setdefault(factor, axes) != axes:
+                raise ValueError(
+                    f"{op}: one axis is sharded over {found[factor]} in one operand and over {axes} in another; "
+                    "jax.sharding.reshard one of them"
+                )
+    if "" in found:
+        raise ValueError(
+            f"{op}: a weight is sharded over {found['']} inside its units; only batch axes, windows and column blocks "
+            "can be split"
+        )
+    used: dict[str, str] = {}
+    for factor, axes in found.items():
+        for axis in axes:
+            if used.setdefault(axis, factor) != factor:
+                raise ValueError(
+                    f"{op}: mesh axis {axis!r} shards two different axes of the operands; jax.sharding.reshard one of "
+                    "them"
+                )
+    return found
+
+
+def run(
+    op: str,
+    layout: Layout,
+    operands: Sequence[tuple[Any, Factors]],
+    result: Factors,
+    local: Callable[..., jax.Array],
+    *,
+    summed: str = "",
+    out_sharding: Any = None,
+) -> jax.Array:
+    """Runs a function of a weight on each device's part of its operands.
+
+    Args:
+      op: Who asks, for errors.
+      layout: Of the whole weight.
+      operands: (array, the factor of each of its axes).
+      result: The factor of each axis of the result.
+      local: ``local(layout of the part, parts, axes, scatter)``; it adds up its result by
+        ``add_parts(y, axes, scatter)``.
+      summed: First letter of the factors that the function sums over, if any.
+      out_sharding: A `NamedSharding` or `PartitionSpec` for the result; needed where a summed factor is sharded.
+
+    Raises:
+      ValueError: Where shardings contradict each other, cut through windows, or leave the result's sharding open.
+    """
+    axes = _factor_axes(op, operands)
+    mesh = next(m for m in (jax.typeof(x).sharding.mesh for x, _ in operands) if not m.empty)
+    parts = {f: parts_of(mesh, axes.get(f, ())) for f in ("w", "o")}
+    check_whole(op, layout, parts["w"], parts["o"])
+    piece = Layout(layout.pattern, layout.in_features // parts["w"], layout.out_features // parts["o"])
+    added = tuple(a for f, named in sorted(axes.items()) if summed and f.startswith(summed) for a in named)
+    if added and out_sharding is None:
+        raise ValueError(
+            f"{op}: an axis that is summed over is sharded over the explicit mesh axes {', '.join(map(repr, added))}; "
+            "say how the result is sharded by out_sharding, or reshard the operands"
+        )
+    wanted = None if out_sharding is None else _wanted(op, out_sharding, len(result))
+    natural = [axes.get(factor, ()) for factor in result]
+    scatter = scatter_axis(natural, added, wanted)
+    final = [have + (added if i == scatter else ()) for i, have in enumerate(natural)]
+    if "o" in result:
+        axes["c"] = final[result.index("o")]
+    specs = [PartitionSpec(*(axes.get(f) or None for f in names)) for _, names in operands]
+    y = jax.shard_map(
+        lambda *pieces: local(piece, pieces, added, scatter),
+        mesh=mesh,
+        in_specs=tuple(specs),
+        out_specs=PartitionSpec(*(have or None for have in final)),
+        axis_names={a for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit},
+    )(*(jax.sharding.reshard(x, NamedSharding(mesh, s)) for (x, _), s in zip(operands, specs, strict=True)))
+    if wanted is None or wanted == tuple(final):
+        return y
+    return jax.sharding.reshard(y, NamedSharding(mesh, PartitionSpec(*(want or None for want in wanted))))
+
+
+def _wanted(op: str, out_sharding: Any, ndim: int) -> tuple[Axes, ...]:
+    spec = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
+    if not isinstance(spec, PartitionSpec) or len(spec) > ndim:
+        raise ValueError(
+            f"{op}: out_sharding is {out_sharding!r}, expected a NamedSharding or a PartitionSpec of at most {ndim} "
+            "entries"
+        )
+    return padded_spec(spec, ndim)
+
+
+def place(op: str, y: jax.Array, out_sharding: Any) -> jax.Array:
+    """A result whose operands no explicit axis splits, with the sharding that was asked for, if any."""
+    if out_sharding is None:
+        return y
+    _wanted(op, out_sharding, y.ndim)
+    mesh = out_sharding.mesh if isinstance(out_sharding, NamedSharding) else jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit not in (mesh.axis_types or ()):
+        raise ValueError(
+            f"{op}: out_sharding is given, but the mesh has no explicit axes; on other meshes use "
+            "jax.lax.with_sharding_constraint on the result"
+        )
+    return jax.sharding.reshard(y, out_sharding)
+
+
+def by_parts(function: Callable[..., Any], trailing: Sequence[int]) -> Callable[..., Any]:
+    """A function ``f(*arrays, layout)`` of a weight that runs on each device's part where its arrays are split.
+
+    Args:
+      function: Local to windows and column blocks; its results have them as their first axes after the batch axes.
+      trailing: For each array its number of axes after the batch axes: the first two are windows (in_features) and
+        column blocks (out_features), a single one is out_features. Arrays may be None.
+    """
+
+    def whole(*arguments: Any) -> Any:
+        *arrays, layout = arguments
+        if not is_split(*arrays):
+            return function(*arguments)
+        batch = arrays[0].ndim - trailing[0]
+        present = [(a, "wo" if axes > 1 else "c") for a, axes in zip(arrays, trailing, strict=True) if a is not None]
+
+        def local(piece: Layout, parts: tuple[Any, ...], axes: Axes, scatter: int | None) -> Any:
+            rest = iter(parts)
+            return function(*(None if a is None else next(rest) for a in arrays), piece)
+
+        operands = [(a, factors(batch, kind, a)) for a, kind in present]
+        result = (*(f"b{i}" for i in range(batch)), "w", "o")
+        return run(function.__name__.strip("_"), layout, operands, result, local)
+
+    return whole
