@@ -13,7 +13,8 @@ KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective
 
 _INSTRUCTION = re.compile(rf"= (?P<type>\(.*?\)|\S+) (?P<kind>{'|'.join(KINDS)})(?P<start>-start)?\((?P<rest>.*)")
 _ARRAY = re.compile(r"(?P<dtype>[a-z]+\d*[a-z0-9]*)\[(?P<dims>[\d,]*)\]")
-_GROUPS = re.compile(r"replica_groups=(?:\{\{(?P<first>[\d,]+)\}|\[\d+,(?P<size>\d+)\])")
+_LISTED = re.compile(r"replica_groups=(?:\{\{(?P<first>[\d,]+)\}|\[\d+,(?P<size>\d+)\])")
+_NAMED = re.compile(r"replica_groups=mesh\[(?P<mesh>[^\]]*)\] \{(?P<axes>[^}]*)\}")
 _DTYPES = {"pred": 1, "bf16": 2, "f8e4m3fn": 1}
 
 
@@ -42,6 +43,18 @@ def _bytes(dtype: str, dims: str) -> int:
     return size * math.prod(int(d) for d in dims.split(",") if d)
 
 
+def _devices(attributes: str) -> int:
+    """Devices in a replica group, which XLA writes as a list, as [groups, devices], or by axes of a mesh."""
+    if listed := _LISTED.search(attributes):
+        return int(listed["size"]) if listed["size"] else len(listed["first"].split(","))
+    if named := _NAMED.search(attributes):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named["mesh"])}
+        # A part of an axis is written 'name':(before)size.
+        axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", named["axes"])
+        return math.prod(int(part) if part else sizes[name] for name, part in axes)
+    return 0
+
+
 def collectives(program: Any) -> list[Collective]:
     """The collectives of a compiled program in order of appearance.
 
@@ -68,10 +81,7 @@ def collectives(program: Any) -> list[Collective]:
             # (operands, results, context): only the results are moved.
             arrays = [a for a in arrays if a["dims"] or a["dtype"] != "u32"]
             arrays = arrays[len(arrays) // 2 :]
-        groups = _GROUPS.search(match["rest"])
-        devices = 0
-        if groups:
-            devices = int(groups["size"]) if groups["size"] else len(groups["first"].split(","))
+        devices = _devices(match["rest"])
         size = sum(_bytes(a["dtype"], a["dims"]) for a in arrays)
         if match["kind"] == "reduce-scatter":
             size *= max(1, devices)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -121,14 +122,16 @@ def _make_call(op: str, x: Any, w: Any, precision: Any, preferred: Any) -> Call:
             return ops.sddmm(x, jnp.zeros((*x.shape[:-1], w.out_features), x.dtype), w, precision=precision)
         return ops.spmm(x, w, transpose=op == "spmm_t", precision=precision, preferred_element_type=preferred)
 
-    jaxpr = jax.make_jaxpr(trace)(x, w)
+    # Without shardings: on a mesh of explicit axis types a product would be traced in parts.
+    jaxpr = jax.make_jaxpr(trace)(*jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (x, w)))
     (equation,) = [e for e in jaxpr.eqns if e.primitive.name == f"nm_{op}"]
-    first, second = (v.aval for v in equation.invars[:2])
+    first, second, mask = (v.aval for v in equation.invars[:3])
+    lead = mask.ndim - 3
     return Call(
         op,
         equation.params["layout"],
-        first.shape[0],
-        first.shape[1],
+        math.prod(first.shape[:lead]),
+        math.prod(first.shape[lead:-1]),
         first.dtype,
         second.dtype,
         equation.params["dtype"],

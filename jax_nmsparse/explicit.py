@@ -2,13 +2,7 @@
 
 There the sharding of every operand is known while tracing. So a function of whole windows and column blocks runs as a
 `jax.shard_map` over the explicit axes: each device works on its own part, a sum over a sharded axis is one collective,
-and JAX derives the gradients. Axes of arrays are named by factors; two axes of one factor are split together:
-
-    w, o      windows (or in_features), column blocks (or out_features)
-    c         columns of the result (scales, bias)
-    b0, b1    batch axes of a weight
-    t0, t1    axes of tokens
-    ""        never split
+and JAX derives the gradients. Factors name the axes (see `meshes`).
 """
 
 from __future__ import annotations
@@ -20,9 +14,7 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_nmsparse.layout import Layout
-from jax_nmsparse.meshes import Axes, check_whole, padded_spec, parts_of, scatter_axis
-
-Factors = tuple[str, ...]
+from jax_nmsparse.meshes import UNSPLIT, Axes, Factors, check_whole, padded_spec, parts_of, scatter_axis
 
 
 def _spec_of(x: Any) -> tuple[Axes, ...]:
@@ -36,18 +28,6 @@ def is_split(*arrays: Any) -> bool:
     return any(any(_spec_of(x)) for x in arrays if x is not None)
 
 
-def factors(batch: int, kind: str, array: Any) -> Factors:
-    """The factors of an array that belongs to a weight.
-
-    Args:
-      batch: Number of batch axes of the weight.
-      kind: "wo" for values, mask, positions and the dense weight, "c" for scales and bias.
-      array: The array, whose further axes are never split.
-    """
-    named = tuple(f"b{i}" for i in range(batch)) + tuple(kind)
-    return named + ("",) * (array.ndim - len(named))
-
-
 def _factor_axes(op: str, operands: Sequence[tuple[Any, Factors]]) -> dict[str, Axes]:
     """The mesh axes that split each factor; operands agree, or leave it whole."""
     found: dict[str, Axes] = {}
@@ -58,10 +38,11 @@ def _factor_axes(op: str, operands: Sequence[tuple[Any, Factors]]) -> dict[str, 
                     f"{op}: one axis is sharded over {found[factor]} in one operand and over {axes} in another; "
                     "jax.sharding.reshard one of them"
                 )
-    if "" in found:
+    inside = sorted(found.keys() & UNSPLIT)
+    if inside:
         raise ValueError(
-            f"{op}: a weight is sharded over {found['']} inside its units; only batch axes, windows and column blocks "
-            "can be split"
+            f"{op}: a weight is sharded over {found[inside[0]]} inside its windows; only batch axes, "
+            "windows and column blocks can be split"
         )
     used: dict[str, str] = {}
     for factor, axes in found.items():
@@ -117,16 +98,24 @@ def run(
     if "o" in result:
         axes["c"] = final[result.index("o")]
     specs = [PartitionSpec(*(axes.get(f) or None for f in names)) for _, names in operands]
+    names = {a for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
     y = jax.shard_map(
         lambda *pieces: local(piece, pieces, added, scatter),
         mesh=mesh,
         in_specs=tuple(specs),
         out_specs=PartitionSpec(*(have or None for have in final)),
-        axis_names={a for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit},
-    )(*(jax.sharding.reshard(x, NamedSharding(mesh, s)) for (x, _), s in zip(operands, specs, strict=True)))
+        # All of them are named by none: vmap over a sharded axis takes that axis away from the mesh.
+        axis_names=names if len(names) < len(mesh.axis_names) else set(),
+    )(*(_reshard(x, mesh, spec) for (x, _), spec in zip(operands, specs, strict=True)))
     if wanted is None or wanted == tuple(final):
         return y
-    return jax.sharding.reshard(y, NamedSharding(mesh, PartitionSpec(*(want or None for want in wanted))))
+    return _reshard(y, mesh, PartitionSpec(*(want or None for want in wanted)))
+
+
+def _reshard(x: jax.Array, mesh: Any, spec: PartitionSpec) -> jax.Array:
+    if _spec_of(x) == padded_spec(spec, x.ndim):
+        return x
+    return jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
 
 def _wanted(op: str, out_sharding: Any, ndim: int) -> tuple[Axes, ...]:
@@ -166,15 +155,14 @@ def by_parts(function: Callable[..., Any], trailing: Sequence[int]) -> Callable[
         *arrays, layout = arguments
         if not is_split(*arrays):
             return function(*arguments)
-        batch = arrays[0].ndim - trailing[0]
-        present = [(a, "wo" if axes > 1 else "c") for a, axes in zip(arrays, trailing, strict=True) if a is not None]
+        lead = tuple(f"b{i}" for i in range(arrays[0].ndim - trailing[0]))
 
         def local(piece: Layout, parts: tuple[Any, ...], axes: Axes, scatter: int | None) -> Any:
             rest = iter(parts)
             return function(*(None if a is None else next(rest) for a in arrays), piece)
 
-        operands = [(a, factors(batch, kind, a)) for a, kind in present]
-        result = (*(f"b{i}" for i in range(batch)), "w", "o")
-        return run(function.__name__.strip("_"), layout, operands, result, local)
+        names = ((*lead, *("woqkn"[:axes] if axes > 1 else "c")) for axes in trailing)
+        operands = [(a, f) for a, f in zip(arrays, names, strict=True) if a is not None]
+        return run(function.__name__.strip("_"), layout, operands, (*lead, "w", "o"), local)
 
     return whole

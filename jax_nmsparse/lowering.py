@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -28,17 +29,40 @@ def target_name(op: str, implementation: str) -> str:
 
 
 def _call(op: str, avals, params) -> Call:
-    x, second = avals[0], avals[1]
+    x, second, mask = avals[:3]
+    lead = mask.ndim - 3
     return Call(
         op=op,
         layout=params["layout"],
-        batch=x.shape[0],
-        tokens=x.shape[1],
+        batch=math.prod(x.shape[:lead]),
+        tokens=math.prod(x.shape[lead:-1]),
         x_dtype=x.dtype,
         values_dtype=second.dtype,
         dtype=params["dtype"],
         precision=params["precision"],
     )
+
+
+def _canonical(op: str, layout: Layout, run):
+    """A function of operands with one batch axis and one axis of tokens, for operands with any number of them.
+
+    Axes are merged only here, where an operand is one device's part: a merged axis cannot be sharded by its minor part.
+    """
+
+    def whole(x, second, mask, *rest):
+        lead, batch, tokens = mask.ndim - 3, math.prod(mask.shape[:-3]), math.prod(x.shape[mask.ndim - 3 : -1])
+        second_shape = (tokens, second.shape[-1]) if op == "sddmm" else second.shape[lead:]
+        y = run(
+            x.reshape(batch, tokens, x.shape[-1]),
+            second.reshape(batch, *second_shape),
+            mask.reshape(batch, *mask.shape[lead:]),
+            *(None if e is None else e.reshape(batch, e.shape[-1]) for e in rest),
+        )
+        if op == "sddmm":
+            return y.reshape(*mask.shape[:lead], *layout.values_shape)
+        return y.reshape(*x.shape[:-1], y.shape[-1])
+
+    return whole
 
 
 def _reference(op: str, choice: Choice, params):
@@ -83,15 +107,19 @@ def _spmm(choice: Choice, call: Call, params, axes: Axes, scatter: int | None):
     accumulator = reference.accumulator_dtype(call.x_dtype, call.values_dtype)
     plain = activation is None and not any(extras)
     if kernel is not None and not axes:
-        fused = _native("spmm", kernel, call, activation)
+        fused = _canonical("spmm", call.layout, _native("spmm", kernel, call, activation))
         return lambda x, values, mask, *rest: fused(x, values, mask, *split_extras(rest, *extras))
     exact = dataclasses.replace(call, dtype=call.dtype if plain and not axes else accumulator)
 
+    if kernel is None:
+        run = _reference("spmm", choice, {**params, "dtype": exact.dtype})
+    else:
+        native_run = _native("spmm", kernel, exact, None)
+        run = lambda *operands: native_run(*operands, None, None)  # noqa: E731
+    run = _canonical("spmm", call.layout, run)
+
     def separate(x, values, mask, *rest):
-        if kernel is None:
-            acc = _reference("spmm", choice, {**params, "dtype": exact.dtype})(x, values, mask)
-        else:
-            acc = _native("spmm", kernel, exact, None)(x, values, mask, None, None)
+        acc = run(x, values, mask)
         acc = add_parts(acc, axes, scatter)
         if plain:
             return acc.astype(call.dtype)
@@ -113,6 +141,7 @@ def _function(op: str, platform: str, params, operands, layout: Layout, axes: Ax
         run = _reference(op, choice, {**params, "dtype": exact.dtype})
     else:
         run = _native(op, choice.kernel, exact, None)
+    run = _canonical(op, layout, run)
     return (lambda *operands: add_parts(run(*operands), axes, scatter).astype(call.dtype)) if axes else run
 
 
@@ -122,7 +151,7 @@ def _lowering(op: str, platform: str):
             return _function(op, platform, params, operands, layout, axes, scatter)
 
         if sharding.needs_partitioning(ctx):
-            function = sharding.partitioned(op, params["layout"], len(operands) - 3, local)
+            function = sharding.partitioned(op, params["layout"], ctx.avals_in, local)
         else:
             function = local(params["layout"], ctx.avals_in, (), None)
         return mlir.lower_fun(function, multiple_results=False)(ctx, *operands)

@@ -1,4 +1,15 @@
-"""What every way to split a weight over a mesh shares: mesh axes, whole parts, and the sum of parts."""
+"""What every way to split a product over a mesh shares: factors, whole parts, and the sum of parts.
+
+Axes of operands are named by factors; two axes of one factor are split together:
+
+    factor       axis of                                        summed by
+    b0, b1 ...   every operand and result: batch axes
+    t0, t1 ...   x, g, y, dx: axes of tokens                    sddmm
+    w            x and dx (in_features), values, mask: windows  spmm
+    o            g and y (out_features), values, mask: columns  spmm_t
+    c            scales and bias: columns of the result
+    q k n v      values and mask: inside a window, never split
+"""
 
 from __future__ import annotations
 
@@ -13,6 +24,35 @@ from jax_nmsparse.layout import Layout
 
 Axes = tuple[str, ...]
 """Mesh axes that split one axis of an array, the slowest first."""
+
+
+Factors = tuple[str, ...]
+"""The factor of each axis of an array."""
+
+SUMMED = {"spmm": "w", "spmm_t": "o", "sddmm": "t"}
+"""First letter of the factors that each operation sums over."""
+
+UNSPLIT = frozenset("qknv")
+
+
+def factors(op: str, batch: int, tokens: int, extras: int = 0) -> tuple[list[Factors], Factors]:
+    """The factors of the operands and of the result of an operation.
+
+    Args:
+      op: "spmm", "spmm_t" or "sddmm".
+      batch: Number of batch axes of the weight.
+      tokens: Number of axes of tokens.
+      extras: Operands after the first three, each with the batch axes and out_features.
+    """
+    lead, rows = tuple(f"b{i}" for i in range(batch)), tuple(f"t{i}" for i in range(tokens))
+    x, g = (*lead, *rows, "w"), (*lead, *rows, "o")
+    values, mask = (*lead, *"woqkn"), (*lead, *"wov")
+    operands, result = {
+        "spmm": ([x, values, mask], g),
+        "spmm_t": ([g, values, mask], x),
+        "sddmm": ([x, g, mask], values),
+    }[op]
+    return [*operands, *([(*lead, "c")] * extras)], result
 
 
 def axes_of(entry: Any) -> Axes:

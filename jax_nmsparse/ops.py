@@ -8,10 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from jax_nmsparse import dispatch, products, reference
+from jax_nmsparse import dispatch, primitives, reference
 from jax_nmsparse import lowering as _lowering  # noqa: F401  (registers the lowerings)
 from jax_nmsparse.array import NMSparse
 from jax_nmsparse.kernels import Call
@@ -37,6 +38,12 @@ def _check_weight(op: str, w: Any) -> NMSparse:
         raise TypeError(f"{op}: w is a {type(w).__name__}, expected an NMSparse; prune(dense, pattern) makes one")
     w.check_arrays(op)
     return w
+
+
+def _call(op: str, x, values, w: NMSparse, dtype, precision) -> Call:
+    lead = w.ndim - 2
+    batch, tokens = (int(np.prod(sizes, dtype=np.int64)) for sizes in (x.shape[:lead], x.shape[lead:-1]))
+    return Call(op, w.layout, batch, tokens, x.dtype, values.dtype, dtype, precision)
 
 
 def _check_rows(op: str, name: str, x: jax.Array, w: NMSparse, size: int, what: str) -> None:
@@ -118,20 +125,19 @@ def _check_precision(op: str, precision: Any) -> Any:
         ) from None
 
 
-def _check_implementation(op: str, implementation: Any, calls: Sequence[Call]) -> None:
+def _check_implementation(op: str, implementation: Any, call: Call) -> None:
     if implementation is None:
         return
     if implementation not in dispatch.IMPLEMENTATIONS:
         raise ValueError(
             f"{op}: implementation is {implementation!r}, expected None or one of {', '.join(dispatch.IMPLEMENTATIONS)}"
         )
-    for call in calls:
-        reason = dispatch.rejection(call, implementation)
-        if reason is not None:
-            raise NotImplementedError(
-                f"{op}: implementation={implementation!r} cannot run this call: {reason}; implementation=None chooses "
-                "what can, 'xla' runs everywhere"
-            )
+    reason = dispatch.rejection(call, implementation)
+    if reason is not None:
+        raise NotImplementedError(
+            f"{op}: implementation={implementation!r} cannot run this call: {reason}; implementation=None chooses "
+            "what can, 'xla' runs everywhere"
+        )
 
 
 def _check_bias(bias: Any, w: NMSparse) -> jax.Array:
@@ -209,7 +215,7 @@ def spmm(
     epilogue = bias is not None or activation is not None
     dtype = _result_dtype("spmm", x.dtype, w, preferred_element_type, epilogue)
     static = _static("spmm", x, values, w, dtype, precision, implementation)
-    return products.spmm(
+    return primitives.spmm(
         x,
         values,
         w.mask_with_words,
@@ -224,9 +230,7 @@ def spmm(
 def _static(op: str, x, second, w: NMSparse, dtype, precision, implementation) -> dict[str, Any]:
     """The static parameters of a primitive call, checked."""
     precision = _check_precision(op, precision)
-    batch, tokens, _ = products.tokens_shape(x, w.ndim - 2)
-    call = Call(op, w.layout, batch, tokens, x.dtype, second.dtype, dtype, precision)
-    _check_implementation(op, implementation, [call])
+    _check_implementation(op, implementation, _call(op, x, second, w, dtype, precision))
     return {"layout": w.layout, "dtype": dtype, "precision": precision, "implementation": implementation}
 
 
@@ -240,7 +244,7 @@ def _spmm_t(g, w: NMSparse, precision, preferred_element_type, implementation, o
         g = (g * scales).astype(g.dtype if g.dtype.itemsize > 1 else jnp.float32)
     dtype = _result_dtype("spmm", g.dtype, w, preferred_element_type)
     static = _static("spmm_t", g, values, w, dtype, precision, implementation)
-    return products.spmm_t(g, values, w.mask_with_words, out_sharding=out_sharding, **static)
+    return primitives.spmm_t(g, values, w.mask_with_words, out_sharding=out_sharding, **static)
 
 
 def spmv(x: ArrayLike, w: NMSparse, **options: Any) -> jax.Array:
@@ -310,7 +314,7 @@ def sddmm(
     common = _promote(x.dtype, g.dtype, dtype)
     x, g = x.astype(common), g.astype(common)
     static = _static("sddmm", x, g, w, dtype, precision, implementation)
-    return products.sddmm(x, g, w.mask_with_words, out_sharding=out_sharding, **static)
+    return primitives.sddmm(x, g, w.mask_with_words, out_sharding=out_sharding, **static)
 
 
 def _is_weight(node: Any) -> bool:
