@@ -23,7 +23,7 @@ LEVELS = (
     ("primitives", "dispatch", "sharding"),
     ("lowering",),
     ("ops",),
-    ("pruning.magnitude", "quantization", "explanation", "aot", "collectives"),
+    ("pruning.magnitude", "quantization", "explanation", "aot", "collectives", "placement"),
     ("pruning",),
     ("linen", "nnx", "checkpoint", "training"),
     ("__init__",),
