@@ -177,3 +177,22 @@ def sharding_rules(mesh: Any, names: Any, rules: Rules) -> Any:
         return NamedSharding(mesh, PartitionSpec(*entries))
 
     return jax.tree.map(resolve, names, is_leaf=lambda node: isinstance(node, PartitionSpec))
+
+
+def abstract(tree: Any, sharding: Any) -> Any:
+    """The shapes, dtypes and shardings of a pytree without its contents: what a checkpoint is restored into.
+
+    Args:
+      tree: A pytree of weights and arrays, or of `jax.ShapeDtypeStruct` (from `jax.eval_shape`).
+      sharding: As in `shardings`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jax_nmsparse as nms
+      >>> from jax_nmsparse.placement import abstract
+      >>> mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+      >>> replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+      >>> abstract(nms.prune(jnp.ones((64, 8)), "2:4"), replicated)
+      NMSparse(64x8, 2:4, float32)
+    """
+    placed = shardings(tree, sharding)
+    return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), tree, placed)

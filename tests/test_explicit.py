@@ -224,7 +224,9 @@ def test_errors(rng, mesh):
         nms.spmm(_put(x, "data"), _weight(w, None, "data"))
     with pytest.raises(ValueError, match="spmm: out_sharding is 3, expected a NamedSharding or a PartitionSpec"):
         nms.spmm(_put(x, "data"), _weight(w), out_sharding=3)
-    with pytest.raises(ValueError, match="spmm: in_features is 64, expected a multiple of 128 .*4 parts of whole windows"):
+    with pytest.raises(
+        ValueError, match="spmm: in_features is 64, expected a multiple of 128 .*4 parts of whole windows"
+    ):
         nms.spmm(_put(x[:, :64], None, "tensor"), _weight(oracle.draw(rng, (64, OUT), "8:32")), out_sharding=P())
     with pytest.raises(ValueError, match="sharded over .*'data'.* inside its windows"):
         nms.spmm(x, w._replace(values=_put(w.values, None, None, "data"), mask=_put(w.mask)))

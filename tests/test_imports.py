@@ -25,7 +25,7 @@ LEVELS = (
     ("ops",),
     ("pruning.magnitude", "quantization", "explanation", "aot", "collectives", "placement"),
     ("pruning",),
-    ("linen", "nnx", "checkpoint", "training"),
+    ("linen", "nnx", "checkpoint", "sharded_checkpoint", "training"),
     ("__init__",),
     ("__main__",),
 )
