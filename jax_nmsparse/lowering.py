@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import math
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +28,15 @@ _ACTIVATION_CODES = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 def target_name(op: str, implementation: str) -> str:
     """The FFI target of an operation: "nms_cuda_spmm"."""
     return f"nms_{implementation}_{op}"
+
+
+@functools.cache
+def _sources() -> str:
+    """A digest of this package's text and tables, which decide what a lowering makes of a call."""
+    digest = hashlib.sha256()
+    for path in sorted(p for suffix in ("*.py", "*.json") for p in pathlib.Path(__file__).parent.glob(suffix)):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _call(op: str, avals, params) -> Call:
@@ -151,7 +162,8 @@ def _lowering(op: str, platform: str):
             return _function(op, platform, params, operands, layout, axes, scatter)
 
         if sharding.needs_partitioning(ctx):
-            function = sharding.partitioned(op, params["layout"], ctx.avals_in, local)
+            meaning = repr((_sources(), op, platform, sorted(params.items()), dispatch.circumstances()))
+            function = sharding.partitioned(op, params["layout"], ctx.avals_in, local, meaning)
         else:
             function = local(params["layout"], ctx.avals_in, (), None)
         return mlir.lower_fun(function, multiple_results=False)(ctx, *operands)

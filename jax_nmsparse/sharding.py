@@ -15,10 +15,12 @@ is needed: there a product is local, and sums are written by the user.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -38,10 +40,10 @@ def _rule(op: str, layout: Layout, operands: Sequence[Factors], result: Factors)
     def term(names: Factors) -> str:
         return " ".join(names if names in weights else (features.get(f, f) for f in names))
 
-    rule = f"{', '.join(term(names) for names in operands)} -> {term(result)}"
+    rule = f"{', '.join([*map(term, operands), 'z'])} -> {term(result)}"
     # In order of appearance, as Shardy demands.
     used = list(dict.fromkeys(re.findall(r"\w+", rule)))
-    fixed = UNSPLIT | {"r", "i", "f"} | (set() if whole_in else {"w"}) | (set() if whole_out else {"o"})
+    fixed = UNSPLIT | {"r", "i", "f", "z"} | (set() if whole_in else {"w"}) | (set() if whole_out else {"o"})
     summed = [f for f in used if f.startswith(SUMMED[op])]
     options: dict[str, Any] = {
         "reduction_factors": tuple(f for f in summed if f not in fixed),
@@ -98,7 +100,9 @@ def _result_axes(mesh, axes: dict[str, Axes], added: Axes, names: Factors, resul
     return [have + (added if i == scatter else ()) for i, have in enumerate(natural)], scatter
 
 
-def partitioned(op: str, layout: Layout, avals: Sequence[Any], local: Callable[..., Callable]) -> Callable:
+def partitioned(
+    op: str, layout: Layout, avals: Sequence[Any], local: Callable[..., Callable], meaning: str
+) -> Callable:
     """The operation as a function that XLA's partitioner can split.
 
     Args:
@@ -107,12 +111,18 @@ def partitioned(op: str, layout: Layout, avals: Sequence[Any], local: Callable[.
       avals: Of the operands: the first three, scales and bias.
       local: ``local(layout, operands, axes, scatter)`` gives the function of one device's part, which adds up the
         parts by ``add_parts(result, axes, scatter)``.
+      meaning: Everything that `local` depends on. A program holds of a partitioning callback only its address, which
+        JAX can be told to leave out of the key of the persistent compilation cache; so a digest of what the callback
+        computes goes with the operands, as a constant.
     """
     batch = avals[2].ndim - 3
     names, result_names = factors(op, batch, avals[0].ndim - batch - 1, len(avals) - 3)
 
+    digest = int.from_bytes(hashlib.sha256(meaning.encode()).digest()[:8], "little")
+
     @custom_partitioning
     def whole(*operands):
+        *operands, _ = operands
         return local(layout, operands, (), None)(*operands)
 
     def partition(mesh, arg_shapes, result_shape):
@@ -133,14 +143,15 @@ def partitioned(op: str, layout: Layout, avals: Sequence[Any], local: Callable[.
         )
 
         def part(*operands):
+            *operands, _ = operands
             return local(piece, operands, added, scatter)(*operands)
 
-        arguments = tuple(sharding([axes[f] for f in operand]) for operand in names)
-        return mesh, part, sharding(final), arguments
+        arguments = [sharding([axes[f] for f in operand]) for operand in names]
+        return mesh, part, sharding(final), (*arguments, sharding([()]))
 
     rule, options = _rule(op, layout, names, result_names)
     whole.def_partition(partition=partition, sharding_rule=rule, **options)
-    return whole
+    return lambda *operands: whole(*operands, jnp.array([digest & 0xFFFFFFFF, digest >> 32], jnp.uint32))
 
 
 def needs_partitioning(context: Any) -> bool:
