@@ -10,6 +10,7 @@ import sys
 import jax
 
 from jax_nmsparse import native
+from jax_nmsparse.commands import plan
 from jax_nmsparse.layout import FORMAT_VERSION
 
 
@@ -38,7 +39,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jax_nmsparse", description="N:M sparse networks in JAX.")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="versions, devices, and which native modules loaded")
-    parser.parse_args(arguments)
+    planner = commands.add_parser("plan", help=plan.HELP, description=plan.HELP)
+    plan.add_arguments(planner)
+    planner.set_defaults(run=plan.run)
+    parsed = parser.parse_args(arguments)
+    if parsed.command == "plan":
+        return parsed.run(parsed)
     print(info())
     return 0
 

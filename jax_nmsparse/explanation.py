@@ -156,6 +156,49 @@ def _rate(call: Call, ceilings: Ceilings) -> float:
     return ceilings.flops.get(dtype, ceilings.flops["float32"])
 
 
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What a call moves and computes; the attributes are those of `Explanation`."""
+
+    values_bytes: int
+    mask_bytes: int
+    activation_bytes: int
+    kept_flops: int
+    dense_bytes: int
+    dense_flops: int
+    floor_us: float | None
+    dense_floor_us: float | None
+
+
+def cost(call: Call, ceilings: Ceilings | None) -> Cost:
+    """The cost model: every operand moves once; a floor is bytes over bandwidth or FLOPs over rate, if that is more."""
+    layout, size = call.layout, jnp.dtype(call.values_dtype).itemsize
+    kept = call.batch * layout.values_bytes(jnp.int8)
+    features = {"spmm": layout.in_features, "spmm_t": layout.out_features, "sddmm": layout.in_features}[call.op]
+    other = {"spmm": layout.out_features, "spmm_t": layout.in_features, "sddmm": layout.out_features}[call.op]
+    rows = call.batch * call.tokens
+    activations = rows * (features * jnp.dtype(call.x_dtype).itemsize + other * jnp.dtype(call.dtype).itemsize)
+    dense = call.batch * layout.in_features * layout.out_features
+    values_bytes, mask_bytes = kept * size, call.batch * layout.mask_bytes()
+    kept_flops, dense_flops = 2 * call.tokens * kept, 2 * call.tokens * dense
+    floor = dense_floor = None
+    if ceilings is not None:
+        rate = _rate(call, ceilings)
+        moved = values_bytes + mask_bytes + activations
+        floor = 1e6 * max(moved / ceilings.bandwidth, kept_flops / rate)
+        dense_floor = 1e6 * max((dense * size + activations) / ceilings.bandwidth, dense_flops / rate)
+    return Cost(
+        values_bytes,
+        mask_bytes,
+        activations,
+        kept_flops,
+        dense * size + activations,
+        dense_flops,
+        floor,
+        dense_floor,
+    )
+
+
 def explain(
     x: Any,
     w: NMSparse,
@@ -194,35 +237,7 @@ def explain(
     platform, kind = _device(device)
     ceilings = DEVICES.get(kind)
     choice = dispatch.choose(call, platform, implementation, ceilings.capability if ceilings else None)
-    layout, size = call.layout, jnp.dtype(call.values_dtype).itemsize
-    kept = call.batch * layout.values_bytes(jnp.int8)
-    features = {"spmm": layout.in_features, "spmm_t": layout.out_features, "sddmm": layout.in_features}[op]
-    other = {"spmm": layout.out_features, "spmm_t": layout.in_features, "sddmm": layout.out_features}[op]
-    rows = call.batch * call.tokens
-    activations = rows * (features * jnp.dtype(call.x_dtype).itemsize + other * jnp.dtype(call.dtype).itemsize)
-    dense = call.batch * layout.in_features * layout.out_features
-    values_bytes, mask_bytes = kept * size, call.batch * layout.mask_bytes()
-    kept_flops, dense_flops = 2 * call.tokens * kept, 2 * call.tokens * dense
-    floor = dense_floor = None
-    if ceilings is not None:
-        rate = _rate(call, ceilings)
-        moved = values_bytes + mask_bytes + activations
-        floor = 1e6 * max(moved / ceilings.bandwidth, kept_flops / rate)
-        dense_floor = 1e6 * max((dense * size + activations) / ceilings.bandwidth, dense_flops / rate)
-    return Explanation(
-        call=call,
-        platform=platform,
-        device=kind,
-        choice=choice,
-        values_bytes=values_bytes,
-        mask_bytes=mask_bytes,
-        activation_bytes=activations,
-        kept_flops=kept_flops,
-        dense_bytes=dense * size + activations,
-        dense_flops=dense_flops,
-        floor_us=floor,
-        dense_floor_us=dense_floor,
-    )
+    return Explanation(call=call, platform=platform, device=kind, choice=choice, **vars(cost(call, ceilings)))
 
 
 def supports(x: Any, w: NMSparse, *, implementation: str, op: str = "spmm", precision: Any = None) -> bool:

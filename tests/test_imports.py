@@ -24,8 +24,10 @@ LEVELS = (
     ("lowering",),
     ("ops",),
     ("pruning.magnitude", "quantization", "explanation", "aot", "collectives", "placement"),
-    ("pruning",),
+    ("pruning", "planning"),
     ("linen", "nnx", "checkpoint", "sharded_checkpoint", "training"),
+    ("commands.plan",),
+    ("commands",),
     ("__init__",),
     ("__main__",),
 )
