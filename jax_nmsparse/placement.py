@@ -86,6 +86,45 @@ def _one(leaf: Any, sharding: Any) -> Any:
     )
 
 
+def local(w: NMSparse) -> NMSparse:
+    """Inside `jax.shard_map`: the weight that this device holds.
+
+    A weight that shard_map has cut still says the shape of the whole one. ``in_specs`` takes one spec for values and
+    mask, as a prefix: ``PartitionSpec(None, "tensor")`` for columns, ``PartitionSpec("tensor")`` for rows.
+
+    Args:
+      w: The weight that shard_map gave, cut into whole windows and column blocks.
+
+    Raises:
+      ValueError: Where a padded axis was cut: the last part would be shorter than the others.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jax_nmsparse as nms
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from jax_nmsparse.placement import local
+      >>> mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
+      >>> f = jax.shard_map(lambda x, w: x @ local(w), mesh=mesh,
+      ...                   in_specs=(P(), P(None, "tensor")), out_specs=P(None, "tensor"))
+      >>> f(jnp.ones((2, 64)), nms.prune(jnp.ones((64, 8)), "2:4")).shape
+      (2, 8)
+    """
+    layout = w.layout
+    windows, blocks = w.values.shape[-5:-3]
+    sizes = []
+    for name, whole, padded, unit, count in (
+        ("in_features", layout.in_features, layout.padded_in, layout.rows_per_window, windows),
+        ("out_features", layout.out_features, layout.padded_out, layout.bn, blocks),
+    ):
+        if count * unit != padded and padded != whole:
+            raise ValueError(
+                f"local: {name} is {whole}, expected a multiple of {unit} where it is cut (pattern {layout.pattern}); "
+                "pad the dense weight (placement.pad)"
+            )
+        sizes.append(whole if count * unit == padded else count * unit)
+    shape = (*w.values.shape[:-5], *sizes)
+    return NMSparse(w.values, w.mask, shape=shape, pattern=w.pattern, scales=w.scales)
+
+
 def padded_shape(
     shape: Sequence[int], pattern: NMPattern | str, mesh: Any = None, spec: PartitionSpec | None = None
 ) -> tuple[int, ...]:
