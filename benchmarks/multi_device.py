@@ -284,7 +284,9 @@ def run_all(sizes: Sizes, counts: list[int], write: Callable[[list[dict[str, Any
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.multi_device", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.multi_device", description="Dense against N:M on several devices of one machine."
+    )
     parser.add_argument("--devices", help="numbers of devices, the first is compared with: by default 1 and all")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to see that everything runs")
     parser.add_argument("--tokens", help="only these numbers of tokens: 1,16")

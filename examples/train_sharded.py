@@ -21,6 +21,7 @@ import json
 import math
 import pathlib
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -70,7 +71,7 @@ class Config:
     seed: int = 0
 
 
-def make_mesh(text: str | None, devices: list[jax.Device]) -> Mesh:
+def make_mesh(text: str | None, devices: Sequence[Any]) -> Mesh:
     """A mesh ("data", "tensor"): "2x4", or by default the tensor axis as long as it can be, up to 8."""
     if text is None:
         tensor = math.gcd(len(devices), 8)

@@ -38,7 +38,7 @@ def disabled_checks() -> list[jax_export.DisabledSafetyCheck]:
 
 
 def export(
-    function: Callable[..., Any], *, platforms: Sequence[str] | None = None, cuda_capability: str | None = None
+    function: Any, *, platforms: Sequence[str] | None = None, cuda_capability: str | None = None
 ) -> Callable[..., jax_export.Exported]:
     """`jax.export.export` of a jitted function, with our custom calls allowed and chosen for where it will run.
 
@@ -56,6 +56,9 @@ def export(
       A function of the arguments (or their shapes) that returns the `jax.export.Exported`; `targets` tells which of our
       kernels' custom calls it holds.
 
+    Raises:
+      NotImplementedError: For a product that jit spreads over several devices; under `jax.shard_map` it is exported.
+
     Example:
       >>> import jax, jax.numpy as jnp, jax_nmsparse as nms
       >>> from jax_nmsparse import aot
@@ -67,10 +70,18 @@ def export(
 
     def of(*arguments: Any, **keywords: Any) -> jax_export.Exported:
         exporter = jax_export.export(function, platforms=platforms, disabled_checks=disabled_checks())
-        if platforms is None:
-            return exporter(*arguments, **keywords)
-        with dispatch.compiling_elsewhere(cuda_capability):
-            return exporter(*arguments, **keywords)
+        try:
+            if platforms is None:
+                return exporter(*arguments, **keywords)
+            with dispatch.compiling_elsewhere(cuda_capability):
+                return exporter(*arguments, **keywords)
+        except NotImplementedError as error:
+            if "host_callbacks" not in str(error):
+                raise
+            raise NotImplementedError(
+                "export: a product is spread over several devices by jit, and the callback that splits it stays in "
+                "this process; split it by jax.shard_map (placement.local gives each device's weight)"
+            ) from error
 
     return of
 

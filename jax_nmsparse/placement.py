@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
 from jax_nmsparse.array import NMSparse, check_pattern
 from jax_nmsparse.layout import Layout
@@ -150,7 +151,7 @@ def padded_shape(
     return (*lead, -(-in_features // unit_in) * unit_in, -(-out_features // unit_out) * unit_out)
 
 
-def pad(dense: jax.Array, pattern: NMPattern | str, mesh: Any = None, spec: PartitionSpec | None = None) -> jax.Array:
+def pad(dense: ArrayLike, pattern: NMPattern | str, mesh: Any = None, spec: PartitionSpec | None = None) -> jax.Array:
     """A dense weight with zero rows and columns up to `padded_shape`: prune it then.
 
     x is padded with ``x.shape[-1]`` zeros to match, or left as the layer before gives it where its columns were padded
@@ -166,6 +167,7 @@ def pad(dense: jax.Array, pattern: NMPattern | str, mesh: Any = None, spec: Part
       >>> pad(jnp.ones((40, 8)), "2:4").shape
       (64, 8)
     """
+    dense = jnp.asarray(dense)
     shape = padded_shape(dense.shape, pattern, mesh, spec)
     return jnp.pad(dense, [(0, new - old) for old, new in zip(dense.shape, shape, strict=True)])
 
@@ -212,7 +214,7 @@ def sharding_rules(mesh: Any, names: Any, rules: Rules) -> Any:
         for names in padded_spec(spec, len(spec)):
             axes = tuple(a for name in names for a in table.get(name, ()) if a not in used)
             used.update(axes)
-            entries.append((axes if len(axes) > 1 else axes[0]) if axes else None)
+            entries.append(axes or None)
         return NamedSharding(mesh, PartitionSpec(*entries))
 
     return jax.tree.map(resolve, names, is_leaf=lambda node: isinstance(node, PartitionSpec))

@@ -30,7 +30,7 @@ def test_export_here(rng):
     exported = aot.export(jax.jit(nms.grad(_loss)))(w, x)
     assert aot.targets(exported) == {"nms_cpu_spmm", "nms_cpu_sddmm"}
     restored = export.deserialize(exported.serialize())
-    np.testing.assert_array_equal(restored.call(w, x).values, nms.grad(_loss)(w, x).values)
+    np.testing.assert_array_equal(jax.tree.leaves(restored.call(w, x))[0], nms.grad(_loss)(w, x).values)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_a_named_implementation_without_its_module_is_still_refused_here():
 @needs_cpu
 @pytest.mark.skipif(jax.device_count() < 8, reason="fewer than 8 devices")
 def test_export_of_a_sharded_product(rng):
-    """Exported for a mesh, the program is partitioned where it is called."""
+    """Split by shard_map it is exported; what jit splits by a callback of this process is refused, with the remedy."""
     mesh = jax.make_mesh((8,), ("d",), devices=jax.devices()[:8], axis_types=(AxisType.Auto,))
     w, x = oracle.draw(rng, (64, 16), "2:4"), oracle.integers(rng, (8, 64))
     placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec("d")))
@@ -87,6 +87,8 @@ def test_export_of_a_sharded_product(rng):
     assert (exported.nr_devices, aot.targets(exported)) == (8, {"nms_cpu_spmm"})
     replicated = jax.device_put(w, NamedSharding(mesh, PartitionSpec()))
     np.testing.assert_array_equal(jax.jit(exported.call)(placed, replicated), oracle.spmm(x, w))
+    with pytest.raises(NotImplementedError, match="export: a product is spread over several devices by jit.*shard_map"):
+        aot.export(jax.jit(nms.spmm))(placed, replicated)
 
 
 @needs_cpu

@@ -123,7 +123,7 @@ def test_rules_for_linen(mesh):
     assert layer["values"].spec == P("tensor", None, None, None, None)
     assert got["nm_mask"]["NMSparseDense_1"]["mask"].spec == P("tensor", None)
     assert got["params"]["NMSparseDense_0"]["bias"].spec == P("tensor")
-    flax = nn.logical_to_mesh_sharding(names, mesh, rules[:1])
+    flax = nn.spmd.logical_to_mesh_sharding(names, mesh, rules[:1])
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: a.is_equivalent_to(b, 5), got, flax)))
     variables = nn.unbox(jax.jit(model.init, out_shardings=got)(jax.random.key(0), x))
     assert variables["params"]["NMSparseDense_1"]["values"].sharding == layer["values"]
