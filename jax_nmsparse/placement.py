@@ -53,8 +53,8 @@ def shardings(tree: Any, sharding: Any) -> Any:
       >>> mesh = jax.make_mesh((1, 1), ("data", "tensor"), devices=jax.devices()[:1])
       >>> w = nms.prune(jnp.ones((64, 8)), "2:4")
       >>> s = shardings(w, NamedSharding(mesh, P("data", "tensor")))
-      >>> s.values.spec, s.mask.spec
-      (PartitionSpec('data', 'tensor', None, None, None), PartitionSpec('data', 'tensor'))
+      >>> tuple(s.values.spec), tuple(s.mask.spec)
+      (('data', 'tensor', None, None, None), ('data', 'tensor'))
       >>> w = jax.device_put(w, s)
     """
     flat, structure = jax.tree.flatten(tree, is_leaf=_is_weight)
@@ -101,9 +101,9 @@ def local(w: NMSparse) -> NMSparse:
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_nmsparse as nms
-      >>> from jax.sharding import PartitionSpec as P
+      >>> from jax.sharding import AxisType, PartitionSpec as P
       >>> from jax_nmsparse.placement import local
-      >>> mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
+      >>> mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1], axis_types=(AxisType.Auto,))
       >>> f = jax.shard_map(lambda x, w: x @ local(w), mesh=mesh,
       ...                   in_specs=(P(), P(None, "tensor")), out_specs=P(None, "tensor"))
       >>> f(jnp.ones((2, 64)), nms.prune(jnp.ones((64, 8)), "2:4")).shape
@@ -194,8 +194,8 @@ def sharding_rules(mesh: Any, names: Any, rules: Rules) -> Any:
       >>> from jax.sharding import PartitionSpec as P
       >>> from jax_nmsparse.placement import sharding_rules
       >>> mesh = jax.make_mesh((1, 1), ("data", "tensor"), devices=jax.devices()[:1])
-      >>> sharding_rules(mesh, {"values": P("embed", "mlp")}, {"mlp": "tensor"})["values"].spec
-      PartitionSpec(None, 'tensor')
+      >>> tuple(sharding_rules(mesh, {"values": P("embed", "mlp")}, {"mlp": "tensor"})["values"].spec)
+      (None, 'tensor')
     """
     table: dict[str, tuple[str, ...]] = {}
     for name, axes in rules.items() if isinstance(rules, Mapping) else rules:
