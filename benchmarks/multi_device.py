@@ -4,6 +4,7 @@ Takes the devices that are present and measures on one of them and on all of the
 names), in one run:
 
     mlp          columns, then rows, over the devices: forward, and forward + backward by x and both weights
+    decoder      one step of a tensor-parallel decoder with a cache, a token for every sequence
     classifier   one training step of a sparse classifier, its batch over the devices
 
 Every row stands beside the dense program of the same dtype and mesh. Before it is timed its result is compared with
@@ -33,9 +34,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_nmsparse as nms
-from benchmarks import run, timing
+from benchmarks import decoding, run, timing
 from jax_nmsparse import placement
 from jax_nmsparse.collectives import collectives
+from jax_nmsparse.planning import Model, models
 
 TOLERANCE = {"bfloat16": 2.0**-6, "float16": 2.0**-9, "float32": 2.0**-9}
 """Largest difference from one device over the root mean square: partial sums are rounded, and TF32 may be used."""
@@ -50,6 +52,8 @@ class Sizes:
       tokens: For each of them.
       patterns: Of the weights.
       classifier: Its layers, and its batch.
+      decoder: Sizes of the decoder, whose layers are as many as are measured; batches: its sequences; context:
+        positions in its cache.
       dtypes: Of weights and activations.
       calls: Calls in the long program of a measurement; None for what its time suggests.
     """
@@ -58,12 +62,23 @@ class Sizes:
     tokens: tuple[int, ...] = (1, 16, 256, 4096)
     patterns: tuple[str, ...] = ("16:32", "8:32", "16:32/1x128", "8:32/1x128")
     classifier: tuple[tuple[int, ...], int] = ((4096, 4096, 4096, 1024), 16384)
+    decoder: Model = dataclasses.replace(models()["8b"], layers=4)
+    batches: tuple[int, ...] = (1, 16)
+    context: int = 512
     dtypes: tuple[str, ...] = ("bfloat16",)
     calls: int | None = None
 
 
 TINY = Sizes(
-    mlp=((256, 512),), tokens=(8,), patterns=("8:32",), classifier=((64, 64, 8), 16), dtypes=("float32",), calls=5
+    mlp=((256, 512),),
+    tokens=(8,),
+    patterns=("8:32",),
+    classifier=((64, 64, 8), 16),
+    decoder=Model(layers=1, hidden=128, intermediate=256, heads=8, kv_heads=4, vocabulary=0),
+    batches=(2,),
+    context=4,
+    dtypes=("float32",),
+    calls=5,
 )
 
 
@@ -72,19 +87,21 @@ class Program:
     """One thing to measure, sparse or dense.
 
     Attributes:
-      part: "mlp" or "classifier".
+      part: "mlp", "decoder" or "classifier".
       direction: "forward", "backward" (forward and backward) or "step".
+      sizes: What tells it from others of its part.
       function: (x, weights) -> result.
-      weights: One set of weights.
-      weight_specs, x_spec: How they are split over the axis "d".
+      weights: One set of weights, a list.
+      weight_specs, x_spec: How they are split over the axis "d"; a prefix of the pytree.
       x: The input.
     """
 
     part: str
     direction: str
+    sizes: dict[str, Any]
     function: Callable[[Any, Any], Any]
     weights: Any
-    weight_specs: tuple[P, ...]
+    weight_specs: list[Any]
     x: Any
     x_spec: P
 
@@ -145,16 +162,29 @@ def programs(sizes: Sizes, pattern: str, dtype: str, dense: bool) -> list[Progra
         made = weights((width, hidden), (hidden, width))
         for tokens in sizes.tokens:
             x = jax.random.normal(next(keys), (tokens, width)).astype(dtype)
-            specs = (P(None, "d"), P("d"))
+            specs = [P(None, "d"), P("d")]
+            about = {"tokens": tokens, "widths": [width, hidden, width]}
             found += [
-                Program("mlp", direction, function, made, specs, x, P())
+                Program("mlp", direction, about, function, made, specs, x, P())
                 for direction, function in (("forward", _mlp), ("backward", _mlp_gradients))
             ]
+    model = sizes.decoder
+    drawn = [
+        dict(zip(decoding.shapes(model), weights(*decoding.shapes(model).values()), strict=True))
+        for _ in range(model.layers)
+    ]
+    for batch in sizes.batches:
+        made = [layer | decoding.cache(next(keys), model, batch, sizes.context, dtype) for layer in drawn]
+        h = jax.random.normal(next(keys), (batch, model.hidden)).astype(dtype)
+        about = {"tokens": batch, **dataclasses.asdict(model), "context": sizes.context}
+        specs = [decoding.place(model)] * model.layers
+        found.append(Program("decoder", "step", about, decoding.step(model), made, specs, h, P()))
     layers, batch = sizes.classifier
     made = weights(*zip(layers, layers[1:], strict=False))
     x = jax.random.normal(next(keys), (batch, layers[0])).astype(dtype)
     labels = jax.random.randint(next(keys), (batch,), 0, layers[-1])
-    found.append(Program("classifier", "step", _step, made, (P(),) * len(made), (x, labels), P("d")))
+    about = {"tokens": batch, "widths": list(layers)}
+    found.append(Program("classifier", "step", about, _step, made, [P()] * len(made), (x, labels), P("d")))
     return found
 
 
@@ -164,7 +194,8 @@ def _mesh(devices: int) -> Mesh:
 
 def _place(program: Program, mesh: Mesh) -> tuple[Any, Any]:
     x = jax.device_put(program.x, NamedSharding(mesh, program.x_spec))
-    places = [NamedSharding(mesh, spec) for spec in program.weight_specs]
+    is_spec = lambda node: isinstance(node, P)  # noqa: E731
+    places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), program.weight_specs, is_leaf=is_spec)
     return x, jax.device_put(program.weights, placement.shardings(program.weights, places))
 
 
@@ -207,7 +238,7 @@ def measure(program: Program, devices: int, reference: Any, tolerance: float, ca
     if not error <= tolerance:
         raise RuntimeError(f"{program.part} {program.direction} on {devices} devices differs by {error} from one")
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(program.weights))
-    parallel = devices if any(program.weight_specs) else 1
+    parallel = 1 if program.part == "classifier" else devices
     rotated = [weights] + [
         jax.tree.map(lambda a: jnp.copy(a), weights) for _ in range(timing.copies(size // parallel, 16) - 1)
     ]
@@ -221,16 +252,13 @@ def measure(program: Program, devices: int, reference: Any, tolerance: float, ca
 
 def _row(program: Program, pattern: str, dtype: str, devices: int, sparse: dict, dense: dict) -> dict[str, Any]:
     unit = nms.NMPattern.parse(pattern)
-    x = program.x[0] if isinstance(program.x, tuple) else program.x
-    widths = [w.shape[0] for w in program.weights] + [program.weights[-1].shape[1]]
     return {
         "op": program.part,
         "direction": program.direction,
         "pattern": f"{unit.n}:{unit.m}",
         "block": f"{unit.block[0]}x{unit.block[1]}",
         "dtype": dtype,
-        "tokens": x.shape[0],
-        "widths": widths,
+        **program.sizes,
         "devices": devices,
         **sparse,
         "dense_us": dense["time_us"],
@@ -262,6 +290,10 @@ def run_all(sizes: Sizes, counts: list[int], write: Callable[[list[dict[str, Any
             pairs = zip(programs(sizes, pattern, dtype, False), programs(sizes, pattern, dtype, True), strict=True)
             for program, dense in pairs:
                 wants = [jax.jit(p.function)(p.x, p.weights) for p in (program, dense)]
+                if program.direction == "forward" or program.part == "decoder":
+                    error = difference(*wants)
+                    if not error <= TOLERANCE[dtype]:
+                        raise RuntimeError(f"{program.part}: sparse differs by {error} from dense")
                 base: dict[str, Any] | None = None
                 for devices in counts:
                     measured = [
@@ -274,8 +306,8 @@ def run_all(sizes: Sizes, counts: list[int], write: Callable[[list[dict[str, Any
                     rows.append(row)
                     write(rows)
                     print(
-                        f"{row['op']} {row['direction']} {pattern} {dtype} {row['tokens']} tokens {row['widths']} on "
-                        f"{devices}: {row['time_us']:.1f} us, dense {row['dense_us']:.1f} "
+                        f"{row['op']} {row['direction']} {pattern} {dtype} {row['tokens']} tokens on {devices}: "
+                        f"{row['time_us']:.1f} us, dense {row['dense_us']:.1f} "
                         f"({row['dense_us'] / row['time_us']:.2f}x), efficiency {row['efficiency']:.2f}, ratio kept "
                         f"{row['ratio_kept']:.2f}",
                         flush=True,

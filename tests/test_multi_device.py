@@ -32,7 +32,7 @@ def test_rows(tmp_path, capsys, monkeypatch):
     result = json.loads(out.read_text(encoding="utf-8"))
     assert (result["meta"]["suite"], result["meta"]["devices"]) == ("multi-device", [1, 4])
     rows = {(r["op"], r["direction"], r["devices"]): r for r in result["rows"]}
-    assert len(rows) == 2 * 3
+    assert len(rows) == 2 * 4
     for (_, _, devices), row in rows.items():
         assert (row["time_us"], row["dense_us"], row["ratio_kept"], row["efficiency"]) == (2, 2, 1, 1 / devices)
         assert row["rel_err"] <= multi_device.TOLERANCE["float32"]
@@ -42,6 +42,9 @@ def test_rows(tmp_path, capsys, monkeypatch):
     whole = 8 * 256 * 4
     assert forward["collectives"] == {"all-reduce": {"number": 1, "bytes": whole}}
     assert backward["collectives"]["all-reduce"]["bytes"] == 2 * whole
+    step = rows["decoder", "step", 4]
+    assert step["collectives"] == {"all-reduce": {"number": 2, "bytes": 2 * 2 * 128 * 4}}
+    assert (step["layers"], step["kv_heads"], step["tokens"]) == (1, 4, 2)
     assert rows["classifier", "step", 4]["collectives"].keys() == {"all-reduce"}
     assert forward["dense_collectives"] == forward["collectives"]
 
