@@ -1,4 +1,4 @@
-"""The code of docs/pruning.md and docs/training.md runs as it stands, from the first block to the last."""
+"""The code of the guides in docs/ runs as it stands, from the first block to the last."""
 
 import pathlib
 import re
@@ -8,7 +8,7 @@ import pytest
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 
 
-@pytest.mark.parametrize("page", ["pruning.md", "training.md"])
+@pytest.mark.parametrize("page", ["layers.md", "pruning.md", "training.md"])
 def test_code_runs(page):
     blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)
     assert len(blocks) >= 4

@@ -214,7 +214,8 @@ class _Recorder:
         if not self._include.search(path):
             return
         axes = getattr(module, "axis", -1)
-        axes = [axis % x.ndim for axis in (axes if isinstance(axes, (tuple, list)) else (axes,))]
+        # Ascending, as Flax contracts them whatever their order.
+        axes = sorted(axis % x.ndim for axis in (axes if isinstance(axes, (tuple, list)) else (axes,)))
         rows = [axis for axis in range(x.ndim) if axis not in axes]
         x = x.transpose(*rows, *axes).reshape(*(x.shape[a] for a in rows), math.prod(x.shape[a] for a in axes))
         where = self._where
