@@ -22,7 +22,9 @@ LEVELS = (
     ("ops",),
     ("pruning.magnitude", "quantization", "explanation", "aot"),
     ("pruning",),
-    ("linen", "nnx", "checkpoint", "training"),
+    ("description", "checkpoint"),
+    ("linen", "nnx.linear", "training"),
+    ("nnx",),
     ("__init__",),
     ("__main__",),
 )
