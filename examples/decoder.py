@@ -23,13 +23,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.typing import ArrayLike
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,33 +178,31 @@ class RMSNorm(nnx.Module):
 
 
 def attend(q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array) -> jax.Array:
-    """Grouped-query attention on a cache, ``softmax(q kᵀ / sqrt(head_dim)) v``.
+    """Grouped-query attention of one token on a cache, ``softmax(q kᵀ / sqrt(head_dim)) v``.
 
     Args:
-      q: ``[batch, tokens, heads, head_dim]``.
+      q: ``[batch, heads, head_dim]``.
       keys, values: ``[batch, kv_heads, length, head_dim]``; query head h reads key head ``h * kv_heads // heads``.
-      visible: bool ``[batch, tokens, length]``.
+      visible: bool ``[1 or batch, length]``.
 
     Returns:
-      ``[batch, tokens, heads * head_dim]``.
+      ``[batch, heads, head_dim]``.
     """
-    batch, tokens, heads, head_dim = q.shape
-    grouped = q.reshape(batch, tokens, keys.shape[1], -1, head_dim)
-    scores = jnp.einsum("btkgd,bkld->bkgtl", grouped, keys, preferred_element_type=jnp.float32)
-    # A finite number rather than -inf: padding sees nothing, and must not become NaN.
-    scores = jnp.where(visible[:, None, None], scores / math.sqrt(head_dim), np.finfo(np.float32).min)
+    batch, heads, head_dim = q.shape
+    grouped = q.reshape(batch, keys.shape[1], -1, head_dim)
+    both = ((0, 1), (0, 1))
+    scores = lax.dot_general(grouped, keys, (((3,), (3,)), both), preferred_element_type=jnp.float32)
+    scores = jnp.where(visible[:, None, None], scores / math.sqrt(head_dim), -jnp.inf)
     weights = jax.nn.softmax(scores).astype(values.dtype)
-    return jnp.einsum("bkgtl,bkld->btkgd", weights, values).reshape(batch, tokens, heads * head_dim)
+    return lax.dot_general(weights, values, (((3,), (2,)), both)).reshape(batch, heads, head_dim)
 
 
 def attend_causally(q: jax.Array, k: jax.Array, v: jax.Array, start: jax.Array | None) -> jax.Array:
     """Grouped-query attention of a whole prompt on itself, each ``[batch, tokens, its heads, head_dim]``."""
-    batch, tokens = q.shape[:2]
-    mask = None if start is None else (jnp.arange(tokens) >= start[:, None])[:, None, None, :]
+    mask = None if start is None else (jnp.arange(q.shape[1]) >= start[:, None])[:, None, None, :]
     # cuDNN's flash attention never stores the scores.
     flash = jax.default_backend() == "gpu" and q.dtype.itemsize == 2 and q.shape[-1] % 8 == 0 and mask is None
-    mixed = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="cudnn" if flash else "xla")
-    return mixed.reshape(batch, tokens, -1)
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="cudnn" if flash else "xla")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,8 +216,8 @@ class Step:
     """
 
     turn: tuple[jax.Array, jax.Array]
-    start: jax.Array | None = None
-    position: jax.Array | None = None
+    start: jax.Array | None
+    position: jax.Array
 
 
 class Layer(nnx.Module):
@@ -252,10 +251,10 @@ class Layer(nnx.Module):
             visible = slots <= step.position
             if step.start is not None:
                 visible &= slots >= step.start[:, None]
-            mixed = attend(q, keys, values, visible[:, None])
+            mixed = attend(q[:, 0], keys, values, visible)
         else:
             mixed = attend_causally(q, k, v, step.start)
-        h = h + self.out(mixed)
+        h = h + self.out(mixed.reshape(*h.shape[:2], -1))
         gate, up = jnp.split(self.gate_up(self.mlp_norm(h)), 2, axis=-1)
         return h + self.down(jax.nn.silu(gate) * up), buffers
 
@@ -304,12 +303,12 @@ class Decoder(nnx.Module):
         self.config = config
         self.embedding = nnx.Param(source.array("embedding", config.vocab_size, config.hidden_size))
         layers = [Layer(config, source, f"layers.{i}") for i in range(config.num_hidden_layers)]
-        self.layers: Layer | nnx.List = stack(layers) if scan else nnx.List(layers)
+        self.layers: Any = stack(layers) if scan else nnx.List(layers)
         self.norm = RMSNorm(source.array("norm", config.hidden_size), config.rms_norm_eps)
         tied = config.tie_word_embeddings
         self.head = nnx.data(None if tied else source.projection("head", config.hidden_size, config.vocab_size))
 
-    def empty_cache(self, batch: int, length: int, start: jax.Array | None = None) -> Cache:
+    def empty_cache(self, batch: int, length: int, start: ArrayLike | None = None) -> Cache:
         """A cache for that many sequences and slots; start as in `Cache`."""
         c = self.config
         shape = (batch, c.num_key_value_heads, length, c.head_dim)
@@ -320,11 +319,13 @@ class Decoder(nnx.Module):
                 return jnp.zeros((c.num_hidden_layers, *shape), dtype)
             return tuple(jnp.zeros(shape, dtype) for _ in range(c.num_hidden_layers))
 
+        start = None if start is None else jnp.asarray(start, jnp.int32)
         return Cache(buffers(), buffers(), jnp.zeros((), jnp.int32), start)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Logits ``[batch, tokens, vocab_size]``, float32, of whole sequences ``[batch, tokens]`` without a cache."""
-        h, _ = self._run(tokens, Step(rotation(self.config, jnp.arange(tokens.shape[1])[None])), None)
+        turn = rotation(self.config, jnp.arange(tokens.shape[1])[None])
+        h, _ = self._run(tokens, Step(turn, None, jnp.zeros((), jnp.int32)), None)
         return self._logits(h)
 
     def prefill(self, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
@@ -348,7 +349,7 @@ class Decoder(nnx.Module):
         cache = Cache(keys, values, cache.position + tokens.shape[1], cache.start)
         return self._logits(h[:, -1]), cache
 
-    def _run(self, tokens: jax.Array, step: Step, buffers: tuple | None):
+    def _run(self, tokens: jax.Array, step: Step, buffers: tuple | None) -> tuple[jax.Array, Any]:
         """The hidden states behind all layers, and the buffers of the cache with the tokens in them."""
         h = self.embedding[tokens]
         if isinstance(self.layers, Layer):
@@ -359,7 +360,7 @@ class Decoder(nnx.Module):
 
             carry, _ = lax.scan(body, (h, buffers), (self.layers, jnp.arange(self.config.num_hidden_layers)))
             return carry
-        pairs = [None] * len(self.layers) if buffers is None else list(zip(*buffers, strict=True))
+        pairs: list[Any] = [None] * len(self.layers) if buffers is None else list(zip(*buffers, strict=True))
         for i, layer in enumerate(self.layers):
             h, pairs[i] = layer(h, step, pairs[i])
         return h, None if buffers is None else tuple(zip(*pairs, strict=True))

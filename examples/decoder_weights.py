@@ -156,7 +156,9 @@ class Pruned:
             return layer
         self.used.add(rule)
         pattern = self._rules[rule]
-        return layer if pattern is None else sparse(nms.prune(layer.kernel[...], pattern), self._implementation)
+        if pattern is None or not isinstance(layer, nnx.Linear):
+            return layer
+        return sparse(nms.prune(layer.kernel[...], pattern), self._implementation)
 
     def array(self, path: str, *shape: int) -> jax.Array:
         return self._source.array(path, *shape)

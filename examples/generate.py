@@ -108,7 +108,7 @@ def generate(
     *,
     tokens: int,
     key: jax.Array,
-    sampler: Sampler = Sampler(),  # noqa: B008  (frozen)
+    sampler: Sampler = Sampler(),
     stop: Sequence[int] = (),
 ) -> list[list[int]]:
     """Continues every prompt.
