@@ -117,12 +117,36 @@ def full(run: dict) -> str:
     return _table(header, rows) + "\n" + _provenance(run) + "\n"
 
 
+def models(run: dict) -> str:
+    """One line per whole model."""
+    rows = [
+        [
+            f"decode, batch {row['batch']}" if row["phase"] == "decode" else f"prefill, {row['tokens']} tokens",
+            row["pattern"] if row["block"] == "1x1" else f"{row['pattern']}/{row['block']}",
+            row["head"],
+            f"{row['tokens_per_s']:,.0f}",
+            f"{row['dense_tokens_per_s']:,.0f}",
+            f"{row['dense_us'] / row['time_us']:.2f}",
+            "" if row["floor_us"] is None else f"{100 * row['floor_us'] / row['time_us']:.0f} %",
+            f"{row['bytes'] / 1e9:.2f}",
+            f"{row['dense_bytes'] / 1e9:.2f}",
+            row["kernel"],
+        ]
+        for row in run["rows"]
+    ]
+    header = ["phase", "pattern", "head", "tokens/s", "dense tokens/s", "ratio", "of the floor", "GB", "dense GB"]
+    return _table([*header, "kernel of gate and up"], rows) + "\n" + _provenance(run) + "\n"
+
+
 def render(name: str, device: str) -> str:
-    """The text of a table: "<suite>" is the summary, "<suite>-brief" less of it, "<suite>-full" every row."""
+    """The text of a table: "<suite>" is the summary, "<suite>-brief" less of it, "<suite>-full" every row;
+    "model" has a table of its own."""
     suite, _, form = name.partition("-")
     run = newest(device, suite)
     if run is None:
         return f"No run of suite {suite} on {device} is recorded yet.\n"
+    if suite == "model":
+        return models(run)
     return full(run) if form == "full" else summary(run, brief=form == "brief")
 
 

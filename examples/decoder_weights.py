@@ -203,4 +203,4 @@ def load(
 
 def nbytes(decoder: Decoder) -> int:
     """Bytes of all parameters."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(decoder))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(decoder))
