@@ -25,7 +25,7 @@ import sys
 import time
 import zlib
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ from jax_nmsparse.nnx import NMSparseLinear
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
 
 import decoder_weights
-from decoder import Cache, Config, Decoder, RopeScaling, linear
+from decoder import Cache, Config, Decoder, Layer, RopeScaling, linear
 
 LLAMA_8B = Config(
     vocab_size=128256,
@@ -70,6 +70,7 @@ class Case:
       head: Whether the head has the pattern too; otherwise it is dense.
       batch: Sequences.
       context: Tokens in the cache before the first step, for prefill those of the prompt.
+      scan: Whether the layers are scanned; the dense model beside it is always unrolled.
     """
 
     phase: str
@@ -77,30 +78,47 @@ class Case:
     head: bool
     batch: int
     context: int
+    scan: bool = False
 
     @property
     def tokens(self) -> int:
         """Tokens that every projection sees at once."""
         return self.batch if self.phase == "decode" else self.batch * self.context
 
+    @property
+    def model(self) -> Model:
+        return Model(self.pattern, self.head, self.scan)
+
 
 CASES = (
     *(Case("decode", pattern, False, batch, 512) for pattern in ("16:32", "8:32", "2:4") for batch in (1, 16)),
     Case("decode", "8:32/1x128", False, 16, 512),
     *(Case("decode", pattern, True, 1, 512) for pattern in ("16:32", "8:32")),
+    Case("decode", "8:32", False, 1, 512, scan=True),
     Case("prefill", "8:32/1x128", False, 1, 4096),
 )
 TINY_CASES = (
     Case("decode", "16:32", False, 2, 24),
-    Case("decode", "8:32", True, 2, 24),
+    Case("decode", "8:32", True, 2, 24, scan=True),
     Case("prefill", "8:32/1x64", False, 1, 32),
 )
+
+
+class Model(NamedTuple):
+    """What makes one set of parameters."""
+
+    pattern: str | None = None
+    head: bool = False
+    scan: bool = False
+
+    def draw(self, config: Config) -> Decoder:
+        return Decoder(config, Drawn(self.pattern, self.head), self.scan)
 
 
 class Drawn:
     """A `decoder.Source` of random parameters, sparse where there is a pattern."""
 
-    def __init__(self, pattern: str | None = None, head: bool = False) -> None:
+    def __init__(self, pattern: str | None, head: bool) -> None:
         self._pattern = None if pattern is None else nms.NMPattern.parse(pattern)
         self._head = head
 
@@ -158,11 +176,16 @@ def _inputs(config: Config, case: Case, decoder: Decoder) -> tuple[jax.Array, Ca
     return token, Cache(fill(cache.keys), fill(cache.values), jnp.asarray(case.context, jnp.int32), None)
 
 
+def _first_layer(decoder: Decoder) -> Any:
+    layers = decoder.layers
+    return jax.tree.map(lambda leaf: leaf[0], layers) if isinstance(layers, Layer) else layers[0]
+
+
 def _error(decoder: Decoder, x: jax.Array) -> jax.Array:
     """The largest ||y - reference|| / ||reference|| of the sparse projections of a layer, in float32."""
     errors = []
     for name in decoder.config.projections():
-        layer = getattr(decoder.layers[0], name)
+        layer = getattr(_first_layer(decoder), name)
         inputs = jnp.resize(x, (*x.shape[:-1], layer.in_features)).astype(DTYPE)
         exact = functools.partial(jnp.dot, precision="highest")
         want = exact(inputs.astype(jnp.float32), layer.weight.todense().astype(jnp.float32))
@@ -173,14 +196,14 @@ def _error(decoder: Decoder, x: jax.Array) -> jax.Array:
 class Program:
     """One phase of one model, compiled on a thread from its construction on."""
 
-    def __init__(self, config: Config, case: Case, source: Drawn, dump: pathlib.Path | None = None) -> None:
+    def __init__(self, config: Config, case: Case, model: Model, dump: pathlib.Path | None = None) -> None:
         self.case, self._config, self._dump = case, config, dump
-        decoder = jax.eval_shape(lambda: Decoder(config, source))
+        decoder = jax.eval_shape(lambda: model.draw(config))
         inputs = jax.eval_shape(lambda decoder: _inputs(config, case, decoder), decoder)
         function = _decode if case.phase == "decode" else _prefill
         self._compiled = timing.compile_later(function, decoder, *inputs, donate_argnums=(1, 2))
         self._error: Future | None = None
-        if isinstance(decoder.layers[0].down, NMSparseLinear):
+        if model.pattern is not None:
             x = jax.ShapeDtypeStruct((min(64, case.tokens), config.intermediate_size), jnp.float32)
             self._error = timing.compile_later(_error, decoder, x)
 
@@ -194,8 +217,9 @@ class Program:
         """Time of one step, or of one prompt."""
         compiled = self._compiled.result()
         if self._dump is not None:
-            pattern = re.sub(r"\W", "-", self.case.pattern) + "-head" * self.case.head if self._error else "dense"
-            (self._dump / f"{self.case.phase}-{self.case.batch}-{pattern}.txt").write_text(compiled.as_text())
+            model = "-".join(map(str, self.case.model)) if self._error else "dense"
+            name = re.sub(r"\W", "-", f"{self.case.phase}-{self.case.batch}-{model}")
+            (self._dump / f"{name}.txt").write_text(compiled.as_text())
         state = _inputs(self._config, self.case, decoder)
         steps = STEPS if self.case.phase == "decode" else 1
 
@@ -231,9 +255,10 @@ def floor_us(config: Config, case: Case, decoder: Decoder) -> float | None:
     moved = decoder_weights.nbytes(decoder) - embedding + cached * size
     pairs = case.batch * case.context if case.phase == "decode" else case.batch * case.context**2 / 2
     attention = 4 * pairs * config.num_attention_heads * config.head_dim * config.num_hidden_layers
-    layers = sum(_kept(getattr(layer, name)) for layer in decoder.layers for name in config.projections())
+    layers = [decoder.layers] if isinstance(decoder.layers, Layer) else decoder.layers
+    kept = sum(_kept(getattr(layer, name)) for layer in layers for name in config.projections())
     # Only the last token of a prompt goes through the head.
-    flops = 2 * case.tokens * layers + 2 * case.batch * _kept(decoder.head) + attention
+    flops = 2 * case.tokens * kept + 2 * case.batch * _kept(decoder.head) + attention
     return 1e6 * max(moved / ceilings.bandwidth, flops / ceilings.flops[jnp.dtype(DTYPE).name])
 
 
@@ -242,7 +267,7 @@ def row(config: Config, case: Case, decoder: Decoder, sparse: timing.Timing, den
     dense_time, dense_bytes = dense
     shape = (case.tokens, config.hidden_size)
     choice = nms.explain(
-        jax.ShapeDtypeStruct(shape, DTYPE), decoder.layers[0].gate_up.weight, implementation=implementation()
+        jax.ShapeDtypeStruct(shape, DTYPE), _first_layer(decoder).gate_up.weight, implementation=implementation()
     ).choice
     pattern = nms.NMPattern.parse(case.pattern)
     floor = floor_us(config, case, decoder)
@@ -257,6 +282,7 @@ def row(config: Config, case: Case, decoder: Decoder, sparse: timing.Timing, den
         "batch": case.batch,
         "context": case.context,
         "head": "sparse" if case.head else "dense",
+        "layers": "scanned" if case.scan else "unrolled",
         "in_features": config.hidden_size,
         "out_features": config.intermediate_size,
         "implementation": choice.implementation,
@@ -278,20 +304,17 @@ def row(config: Config, case: Case, decoder: Decoder, sparse: timing.Timing, den
 def measure(config: Config, wanted: list[Case], dump: pathlib.Path | None = None) -> list[dict]:
     """The rows of the cases; dense products of the same phase, batch and context are timed once, first."""
     dense_cases = {(c.phase, c.batch, c.context): c for c in wanted}
-    models = dict.fromkeys((c.pattern, c.head) for c in wanted)
-    dense = {key: Program(config, case, Drawn(), dump) for key, case in dense_cases.items()}
-    sparse = {case: Program(config, case, Drawn(case.pattern, case.head), dump) for case in wanted}
-    decoder = Decoder(config, Drawn())
+    dense = {key: Program(config, case, Model(), dump) for key, case in dense_cases.items()}
+    sparse = {case: Program(config, case, case.model, dump) for case in wanted}
+    decoder = Model().draw(config)
     dense_times = {key: (program.measure(decoder), decoder_weights.nbytes(decoder)) for key, program in dense.items()}
     for (phase, batch, context), (result, size) in dense_times.items():
         print(f"dense {phase} batch {batch} context {context}: {result.time_us:.0f} us, {size / 1e9:.2f} GB")
     rows = {}
-    for pattern, head in models:
+    for model in dict.fromkeys(case.model for case in wanted):
         del decoder
-        decoder = Decoder(config, Drawn(pattern, head))
-        for case in wanted:
-            if (case.pattern, case.head) != (pattern, head):
-                continue
+        decoder = model.draw(config)
+        for case in (case for case in wanted if case.model == model):
             error = sparse[case].error(decoder)
             if not error < 2e-2:
                 raise AssertionError(f"{case}: relative error {error}")

@@ -124,6 +124,7 @@ def models(run: dict) -> str:
             f"decode, batch {row['batch']}" if row["phase"] == "decode" else f"prefill, {row['tokens']} tokens",
             row["pattern"] if row["block"] == "1x1" else f"{row['pattern']}/{row['block']}",
             row["head"],
+            row["layers"],
             f"{row['tokens_per_s']:,.0f}",
             f"{row['dense_tokens_per_s']:,.0f}",
             f"{row['dense_us'] / row['time_us']:.2f}",
@@ -134,8 +135,19 @@ def models(run: dict) -> str:
         ]
         for row in run["rows"]
     ]
-    header = ["phase", "pattern", "head", "tokens/s", "dense tokens/s", "ratio", "of the floor", "GB", "dense GB"]
-    return _table([*header, "kernel of gate and up"], rows) + "\n" + _provenance(run) + "\n"
+    header = [
+        "phase",
+        "pattern",
+        "head",
+        "layers",
+        "tokens/s",
+        "dense tokens/s",
+        "ratio",
+        "of the floor",
+        "GB",
+        "dense GB",
+    ]
+    return _table([*header, "dense GB", "kernel of gate and up"], rows) + "\n" + _provenance(run) + "\n"
 
 
 def render(name: str, device: str) -> str:

@@ -47,8 +47,8 @@ def test_rows(tmp_path, capsys):
     assert decode["bytes"] == 2 * sparse + 4 * 9
     assert len(list((tmp_path / "hlo").iterdir())) == 4
     table = tables.models(run).splitlines()
-    assert table[2].startswith("| decode, batch 2 | 8:32 | sparse |")
-    assert table[3].startswith("| prefill, 32 tokens | 8:32/1x64 | dense |")
+    assert table[2].startswith("| decode, batch 2 | 8:32 | sparse | scanned |")
+    assert table[3].startswith("| prefill, 32 tokens | 8:32/1x64 | dense | unrolled |")
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def ceilings(monkeypatch):
 
 @pytest.fixture(scope="module")
 def decoder():
-    return model.Decoder(model.TINY, model.Drawn("16:32"))
+    return model.Model("16:32").draw(model.TINY)
 
 
 def test_floor(ceilings, decoder):
