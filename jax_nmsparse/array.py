@@ -367,7 +367,7 @@ def _nonzero_mask(dense: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Arra
     nonzero = _any_in_unit(_nonzero(dense), layout)
     groups = nonzero.reshape(*nonzero.shape[:-1], -1, layout.pattern.m)
     excess = jnp.sum(jnp.sum(groups, axis=-1) > layout.pattern.n)
-    return layout_lib.select(nonzero.astype(jnp.float32), layout), excess
+    return layout_lib.pack_bits(layout_lib.select(nonzero.astype(jnp.float32), layout)), excess
 
 
 @jax.jit(static_argnums=2)

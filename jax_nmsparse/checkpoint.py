@@ -37,11 +37,14 @@ def _safetensors():
 def _flatten(tree: Any, prefix: str, out: dict[str, Any]) -> None:
     if isinstance(tree, Mapping):
         for key, child in tree.items():
-            if not isinstance(key, str) or not key:
-                raise TypeError(f"save: the key {key!r} under {prefix or 'the root'!r} is not a non-empty string")
-            if _SEPARATOR in key:
+            if (not isinstance(key, (str, int)) or isinstance(key, bool)) or key == "":
+                raise TypeError(f"save: the key {key!r} under {prefix or 'the root'!r} is no string or integer")
+            if _SEPARATOR in str(key):
                 raise ValueError(f"save: the key {key!r} holds {_SEPARATOR!r}, which separates levels in the file")
-            _flatten(child, f"{prefix}{_SEPARATOR}{key}" if prefix else key, out)
+            name = f"{prefix}{_SEPARATOR}{key}" if prefix else str(key)
+            if name in out:
+                raise ValueError(f"save: two leaves are both named {name!r} in the file")
+            _flatten(child, name, out)
     elif isinstance(tree, NMSparse) or (hasattr(tree, "shape") and hasattr(tree, "dtype")):
         out[prefix] = tree
     else:
@@ -54,11 +57,12 @@ def save(path: str | os.PathLike, tree: Mapping[str, Any]) -> None:
     """Writes nested dicts of arrays and `NMSparse` weights to one safetensors file.
 
     A weight becomes the tensors NAME.values, NAME.mask and NAME.scales; the file's metadata says its pattern, block,
-    shape and format version. The file appears whole or not at all.
+    shape and format version. The variables of layers, of linen or of NNX (``nnx.to_pure_dict(nnx.state(model))``), say
+    it themselves, in the name of a tensor. The file appears whole or not at all.
 
     Args:
       path: Where to write.
-      tree: Nested dicts with string keys.
+      tree: Nested dicts; keys are strings or integers.
 
     Raises:
       TypeError, ValueError: For a key or leaf that cannot be written; nothing is written then.
@@ -127,10 +131,10 @@ def load(path: str | os.PathLike, like: Mapping[str, Any] | None = None) -> dict
     Args:
       path: The file.
       like: Optional nested dicts of arrays, `NMSparse` weights or their abstract forms; names, patterns, shapes and
-        dtypes of the file must be the same.
+        dtypes of the file must be the same. So the variables of a layer come back only into those of the same pattern.
 
     Returns:
-      Nested dicts.
+      Nested dicts with the keys of like, otherwise with strings.
 
     Raises:
       ValueError: For a file that is damaged, of another format version, or different from `like`.
@@ -157,6 +161,7 @@ def load(path: str | os.PathLike, like: Mapping[str, Any] | None = None) -> dict
     leaves.update({name: jnp.asarray(array) for name, array in tensors.items()})
     if like is not None:
         _check_like(path, leaves, like)
+        return _arranged(like, "", leaves)
     tree: dict[str, Any] = {}
     for name, leaf in sorted(leaves.items()):
         *parents, last = name.split(_SEPARATOR)
@@ -165,6 +170,16 @@ def load(path: str | os.PathLike, like: Mapping[str, Any] | None = None) -> dict
             node = node.setdefault(parent, {})
         node[last] = leaf
     return tree
+
+
+def _arranged(like: Any, prefix: str, leaves: Mapping[str, Any]) -> Any:
+    """The leaves in nested dicts with the keys of like."""
+    if not isinstance(like, Mapping):
+        return leaves[prefix]
+    return {
+        key: _arranged(child, f"{prefix}{_SEPARATOR}{key}" if prefix else str(key), leaves)
+        for key, child in like.items()
+    }
 
 
 def _describe(leaf: Any) -> str:

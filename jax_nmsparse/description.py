@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax_nmsparse.layout import FORMAT_VERSION, Layout
 from jax_nmsparse.pattern import NMPattern
 
-_NAME = re.compile(r"v(\d+)_(\d+):(\d+)_(\d+)x(\d+)_([\d,]+)x([\d,]+)")
+_NAME = re.compile(r"v(\d+)_(\d+):(\d+)_(\d+)x(\d+)_([\d,]+)x([\d,]+)(_embedding)?")
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -36,6 +36,7 @@ class Description:
       pattern: The pattern.
       in_sizes: The contracted axes of the dense kernel; one for most layers.
       out_sizes: Its other axes.
+      of: Name of the dense parameter: "kernel", or "embedding" where the weight is the transpose of a table.
 
     Example:
       >>> str(Description(NMPattern(2, 4), (64,), (4, 12)))
@@ -45,6 +46,7 @@ class Description:
     pattern: NMPattern
     in_sizes: tuple[int, ...]
     out_sizes: tuple[int, ...]
+    of: str = "kernel"
 
     @property
     def layout(self) -> Layout:
@@ -52,7 +54,8 @@ class Description:
 
     def __str__(self) -> str:
         p, sizes = self.pattern, (",".join(map(str, sizes)) for sizes in (self.in_sizes, self.out_sizes))
-        return f"v{FORMAT_VERSION}_{p.n}:{p.m}_{p.block[0]}x{p.block[1]}_{'x'.join(sizes)}"
+        suffix = "_embedding" if self.of == "embedding" else ""
+        return f"v{FORMAT_VERSION}_{p.n}:{p.m}_{p.block[0]}x{p.block[1]}_{'x'.join(sizes)}{suffix}"
 
     @classmethod
     def parse(cls, label: str, names: Iterable[str]) -> Description | None:
@@ -75,7 +78,7 @@ class Description:
             raise ValueError(
                 f"{label}: the variables have format version {version}, expected {FORMAT_VERSION}; {remedy}"
             )
-        return cls(NMPattern(n, m, (bk, bn)), _sizes(match[6]), _sizes(match[7]))
+        return cls(NMPattern(n, m, (bk, bn)), _sizes(match[6]), _sizes(match[7]), "embedding" if match[8] else "kernel")
 
     def check(self, label: str, names: Iterable[str]) -> None:
         """Raises where the names of a format describe something else than this."""
@@ -85,8 +88,11 @@ class Description:
         if stored.pattern != self.pattern:
             raise ValueError(
                 f"{label}: the variables have pattern {stored.pattern}, expected {self.pattern} (= pattern of the "
-                f"module); build the module with pattern='{stored.pattern}', or convert: from_dense(to_dense(...), pattern)"
+                f"module); build the module with pattern='{stored.pattern}', or convert: "
+                "from_dense(to_dense(...), pattern)"
             )
+        if stored.of != self.of:
+            raise ValueError(f"{label}: the variables stand for a dense {stored.of}, expected a {self.of}")
         w = f"w {stored.layout.in_features}x{stored.layout.out_features}"
         if stored.in_sizes != self.in_sizes:
             what = "trailing size" if len(self.in_sizes) == 1 else "contracted sizes"

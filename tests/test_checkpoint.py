@@ -60,7 +60,17 @@ def test_another_format_version_raises(tmp_path, monkeypatch):
         checkpoint.load(tmp_path / "w.safetensors")
 
 
-@pytest.mark.parametrize("bad", [{"a": "text"}, {"a.b": jnp.ones(1)}, {1: jnp.ones(1)}, [jnp.ones(1)]])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"a": "text"},
+        {"a.b": jnp.ones(1)},
+        {"": jnp.ones(1)},
+        {(1,): jnp.ones(1)},
+        {1: jnp.ones(1), "1": jnp.ones(1)},
+        [jnp.ones(1)],
+    ],
+)
 def test_bad_tree_leaves_nothing_behind(tmp_path, bad):
     with pytest.raises((TypeError, ValueError), match="save: "):
         checkpoint.save(tmp_path / "w.safetensors", bad)

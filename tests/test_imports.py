@@ -20,11 +20,21 @@ LEVELS = (
     ("primitives", "dispatch", "sharding"),
     ("lowering",),
     ("ops",),
-    ("pruning.magnitude", "quantization", "explanation", "aot"),
+    ("pruning.selection", "quantization", "explanation", "aot"),
+    ("pruning.calibration", "pruning.permutation", "pruning.transposable"),
+    ("pruning.wanda", "pruning.sparsegpt"),
+    ("pruning.one_shot",),
     ("pruning",),
-    ("description", "checkpoint"),
-    ("linen", "nnx.linear", "training"),
-    ("nnx",),
+    ("description", "axes", "embedding", "tables", "checkpoint"),
+    ("layer",),
+    ("linen.variables", "nnx.variables"),
+    ("linen.dense", "linen.general", "linen.embed", "nnx.linear", "nnx.general", "nnx.embed"),
+    ("linen", "nnx"),
+    ("conversion.report", "conversion.rules"),
+    ("conversion.kernels",),
+    ("conversion.trees", "conversion.modules"),
+    ("conversion.convert",),
+    ("conversion", "training"),
     ("__init__",),
     ("__main__",),
 )
@@ -74,9 +84,7 @@ def test_the_one_deferred_import():
     assert _deferred(tree) == {"__rmatmul__": {"ops"}}
 
 
-@pytest.mark.parametrize(
-    "path", [PACKAGE / "__init__.py", PACKAGE / "pruning" / "__init__.py"], ids=lambda p: p.parent.name
-)
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("__init__.py")), ids=lambda p: p.parent.name)
 def test_init_re_exports_and_does_nothing_else(path):
     body = ast.parse(path.read_text(encoding="utf-8")).body
     assert isinstance(body[0], ast.Expr), "a docstring first"
