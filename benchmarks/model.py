@@ -126,8 +126,8 @@ class Drawn:
         key, shape = jax.random.key(zlib.crc32(path.encode())), (in_features, out_features)
         if self._pattern is None or (path == "head" and not self._head):
             return linear(_normal(key, shape, 1 / math.sqrt(in_features)))
-        weight = run.random_weight(key, shape, self._pattern, jnp.dtype(DTYPE).name)
-        return decoder_weights.sparse(weight, implementation())
+        w = run.random_weight(key, shape, self._pattern, jnp.dtype(DTYPE).name)
+        return NMSparseLinear.from_weight(w, dtype=DTYPE, param_dtype=DTYPE, implementation=implementation())
 
     def array(self, path: str, *shape: int) -> jax.Array:
         return _normal(jax.random.key(0), shape, 1.0) if path == "embedding" else jnp.ones(shape, DTYPE)

@@ -8,8 +8,9 @@
 The projections that read the same input are one product each, `qkv` and `gate_up`: fewer and larger calls, in which a
 memory-bound kernel is nearer to its floor. Groups of N:M run along in_features, so that this changes no pattern.
 
-Parameters come from a `Source` while the modules are built: random numbers (`Random`), or files and pruning
-(`decoder_weights`). Everything is a pytree: a decoder passes `jax.jit` as an argument.
+Parameters come from a `Source` while the modules are built: random numbers (`Random`), or files (`decoder_weights`).
+`jax_nmsparse.sparsify` makes any of the projections, the head and the embedding sparse afterwards. Everything is a
+pytree: a decoder passes `jax.jit` as an argument.
 
 The layers are unrolled, or with ``scan`` one layer whose parameters have a leading axis, which `jax.lax.scan` runs. A
 scan slices the parameters of every layer out of the stack, and XLA copies what it slices for a library or custom call:
@@ -97,6 +98,13 @@ def linear(kernel: jax.Array) -> nnx.Linear:
         param_dtype=kernel.dtype,
         kernel_init=lambda *_: kernel,
         rngs=nnx.Rngs(0),
+    )
+
+
+def embed(table: jax.Array) -> nnx.Embed:
+    """The embedding ``table[token]``, whose transpose is the head where they are tied."""
+    return nnx.Embed(
+        *table.shape, dtype=table.dtype, param_dtype=table.dtype, embedding_init=lambda *_: table, rngs=nnx.Rngs(0)
     )
 
 
@@ -274,13 +282,7 @@ def _write(buffer: jax.Array, new: jax.Array, position: jax.Array, layer: jax.Ar
 
 
 def stack(layers: list[Layer]) -> Layer:
-    """One layer whose parameters have a leading axis, for `jax.lax.scan`.
-
-    Raises:
-      ValueError: Where the layers differ in their projections.
-    """
-    if len({jax.tree.structure(layer) for layer in layers}) > 1:
-        raise ValueError("stack: the layers differ in their projections, expected the same patterns in all of them")
+    """One layer whose parameters have a leading axis, for `jax.lax.scan`."""
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
 
 
@@ -290,7 +292,7 @@ class Decoder(nnx.Module):
     Args:
       config: Sizes.
       source: Gives the parameters, one projection after another.
-      scan: Whether the layers become one that is scanned; they must have the same patterns then.
+      scan: Whether the layers become one that is scanned, all with the same patterns then.
 
     Example:
       >>> decoder = Decoder(Config(256, 32, 64, 2, 4, 2, 8), Random(jax.random.key(0)))
@@ -301,7 +303,7 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: Config, source: Source, scan: bool = False) -> None:
         self.config = config
-        self.embedding = nnx.Param(source.array("embedding", config.vocab_size, config.hidden_size))
+        self.embedding = embed(source.array("embedding", config.vocab_size, config.hidden_size))
         layers = [Layer(config, source, f"layers.{i}") for i in range(config.num_hidden_layers)]
         self.layers: Any = stack(layers) if scan else nnx.List(layers)
         self.norm = RMSNorm(source.array("norm", config.hidden_size), config.rms_norm_eps)
@@ -312,7 +314,7 @@ class Decoder(nnx.Module):
         """A cache for that many sequences and slots; start as in `Cache`."""
         c = self.config
         shape = (batch, c.num_key_value_heads, length, c.head_dim)
-        dtype = self.embedding[...].dtype
+        dtype = self.norm.scale[...].dtype
 
         def buffers():
             if isinstance(self.layers, Layer):
@@ -351,7 +353,7 @@ class Decoder(nnx.Module):
 
     def _run(self, tokens: jax.Array, step: Step, buffers: tuple | None) -> tuple[jax.Array, Any]:
         """The hidden states behind all layers, and the buffers of the cache with the tokens in them."""
-        h = self.embedding[tokens]
+        h = self.embedding(tokens)
         if isinstance(self.layers, Layer):
 
             def body(carry, xs):
@@ -367,8 +369,4 @@ class Decoder(nnx.Module):
 
     def _logits(self, h: jax.Array) -> jax.Array:
         h = self.norm(h)
-        if self.head is not None:
-            return self.head(h).astype(jnp.float32)
-        return lax.dot_general(
-            h, self.embedding[...], (((h.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-        )
+        return (self.embedding.attend(h) if self.head is None else self.head(h)).astype(jnp.float32)

@@ -1,26 +1,18 @@
-"""Parameters of `decoder.Decoder` from a Hugging Face folder: config.json and safetensors, pruned while they are read.
-
-Every projection is read, pruned where a rule says so, and its dense kernel dropped, one after another: never more than
-one dense kernel beside what the decoder keeps.
-"""
+"""Parameters of `decoder.Decoder` from a Hugging Face folder: config.json and safetensors, read by name."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import pathlib
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import safetensors
-from decoder import Config, Decoder, RopeScaling, Source, linear
+from decoder import Config, Decoder, RopeScaling, linear
 from flax import nnx
-
-import jax_nmsparse as nms
-from jax_nmsparse.nnx import NMSparseLinear
 
 _EXPECTED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "sliding_window": None}
 _FAMILIES = ("llama", "mistral")
@@ -133,72 +125,10 @@ class Checkpoint:
         return self._read(_names(path)[0], shape)
 
 
-class Pruned:
-    """A `Source` that prunes the projections of another by magnitude where a rule says so.
-
-    Args:
-      source: Gives dense projections.
-      rules: Regular expression -> pattern, or None for dense. The first that is found in a path such as
-        "layers.3.gate_up" or "head" decides; where none is, the projection stays dense.
-      implementation: Of the products, as in `jax_nmsparse.spmm`.
-    """
-
-    def __init__(
-        self, source: Source, rules: Mapping[str, nms.NMPattern | str | None], implementation: str | None = None
-    ) -> None:
-        self._source, self._rules, self._implementation = source, rules, implementation
-        self.used: set[str] = set()
-
-    def projection(self, path: str, in_features: int, out_features: int) -> nnx.Module:
-        layer = self._source.projection(path, in_features, out_features)
-        rule = next((rule for rule in self._rules if re.search(rule, path)), None)
-        if rule is None:
-            return layer
-        self.used.add(rule)
-        pattern = self._rules[rule]
-        if pattern is None or not isinstance(layer, nnx.Linear):
-            return layer
-        return sparse(nms.prune(layer.kernel[...], pattern), self._implementation)
-
-    def array(self, path: str, *shape: int) -> jax.Array:
-        return self._source.array(path, *shape)
-
-
-def sparse(w: nms.NMSparse, implementation: str | None = None) -> NMSparseLinear:
-    """The projection ``x @ w``, computed in the dtype of w."""
-    return NMSparseLinear.from_weight(w, dtype=w.dtype, param_dtype=w.dtype, implementation=implementation)
-
-
-def build(
-    config: Config,
-    source: Source,
-    rules: Mapping[str, nms.NMPattern | str | None] | None = None,
-    *,
-    scan: bool = False,
-    implementation: str | None = None,
-) -> Decoder:
-    """A decoder whose projections are pruned by rules, as in `Pruned`.
-
-    Raises:
-      ValueError: Where a rule is found in no projection.
-    """
-    pruned = Pruned(source, rules or {}, implementation)
-    decoder = Decoder(config, pruned, scan=scan)
-    unused = [rule for rule in rules or {} if rule not in pruned.used]
-    if unused:
-        paths = [f"layers.0.{name}" for name in config.projections()] + ["head"] * (not config.tie_word_embeddings)
-        raise ValueError(
-            f"rules: {', '.join(map(repr, unused))} decide no projection; there are {', '.join(paths)} ..."
-        )
-    return decoder
-
-
-def load(
-    folder: str | pathlib.Path, rules: Mapping[str, nms.NMPattern | str | None] | None = None, **options
-) -> Decoder:
-    """The decoder in a Hugging Face folder; options as in `build`, and dtype as in `Checkpoint`."""
-    source = Checkpoint(folder, options.pop("dtype", None))
-    return build(read_config(pathlib.Path(folder) / "config.json"), source, rules, **options)
+def load(folder: str | pathlib.Path, *, dtype: Any = None, scan: bool = False) -> Decoder:
+    """The decoder in a Hugging Face folder; dtype as in `Checkpoint`, scan as in `Decoder`."""
+    config = read_config(pathlib.Path(folder) / "config.json")
+    return Decoder(config, Checkpoint(folder, dtype), scan)
 
 
 def nbytes(decoder: Decoder) -> int:

@@ -1,6 +1,6 @@
 """Generates text with a Llama model whose projections are dense or N:M sparse.
 
-    python examples/generate.py --model FOLDER --prompt "Once upon a time" --rule 'qkv|out|gate_up|down=8:32'
+    python examples/generate.py --model FOLDER --prompt "Once upon a time" --rule 'layers=8:32'
 
 FOLDER is a Hugging Face folder (config.json, safetensors, and tokenizer.json where there is one). Without --model, a
 small random decoder shows the mechanics on bytes.
@@ -21,7 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from decoder import Cache, Config, Decoder, Random
-from decoder_weights import build, load, nbytes
+from decoder_weights import load, nbytes
+
+import jax_nmsparse as nms
 
 _CHUNK = 16
 _TINY = Config(256, 128, 352, 4, 8, 2, 16)
@@ -187,7 +189,7 @@ def read_stop(folder: pathlib.Path | None) -> list[int]:
 
 
 def parse_rules(texts: Sequence[str]) -> dict[str, str | None]:
-    """["gate_up|down=8:32", "head=dense"] -> rules of `decoder_weights.build`."""
+    """["gate_up|down=8:32", "head=dense"] -> rules of `jax_nmsparse.sparsify`."""
     rules: dict[str, str | None] = {}
     for text in texts:
         expression, found, pattern = text.rpartition("=")
@@ -213,9 +215,12 @@ def main(arguments: list[str] | None = None) -> int:
         rules = parse_rules(options.rule)
         sampler = Sampler(options.temperature, options.top_k, options.top_p)
         if options.model is None:
-            decoder = build(_TINY, Random(jax.random.key(options.seed)), rules, scan=options.scan)
+            decoder = Decoder(_TINY, Random(jax.random.key(options.seed)), scan=options.scan)
         else:
-            decoder = load(options.model, rules, scan=options.scan)
+            decoder = load(options.model, scan=options.scan)
+        if rules:
+            decoder, report = nms.sparsify(decoder, rules, progress=True)
+            print(report)
         tokenizer, stop = read_tokenizer(options.model), read_stop(options.model)
     except (ValueError, OSError) as error:
         print(f"generate: {error}", file=sys.stderr)
