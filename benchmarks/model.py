@@ -204,13 +204,19 @@ class Program:
         self._compiled = timing.compile_later(function, decoder, *inputs, donate_argnums=(1, 2))
         self._error: Future | None = None
         if model.pattern is not None:
-            x = jax.ShapeDtypeStruct((min(64, case.tokens), config.intermediate_size), jnp.float32)
+            x = jax.ShapeDtypeStruct((case.tokens, config.intermediate_size), jnp.float32)
             self._error = timing.compile_later(_error, decoder, x)
+
+    def wait(self) -> None:
+        """Until everything is compiled: XLA tries out kernels on the device while it compiles."""
+        self._compiled.result()
+        if self._error is not None:
+            self._error.result()
 
     def error(self, decoder: Decoder) -> float:
         if self._error is None:
             return 0.0
-        shape = (min(64, self.case.tokens), self._config.intermediate_size)
+        shape = (self.case.tokens, self._config.intermediate_size)
         return float(self._error.result()(decoder, jax.random.normal(jax.random.key(2), shape)))
 
     def measure(self, decoder: Decoder) -> timing.Timing:
@@ -307,6 +313,8 @@ def measure(config: Config, wanted: list[Case], dump: pathlib.Path | None = None
     dense = {key: Program(config, case, Model(), dump) for key, case in dense_cases.items()}
     sparse = {case: Program(config, case, case.model, dump) for case in wanted}
     decoder = Model().draw(config)
+    for program in (*dense.values(), *sparse.values()):
+        program.wait()
     dense_times = {key: (program.measure(decoder), decoder_weights.nbytes(decoder)) for key, program in dense.items()}
     for (phase, batch, context), (result, size) in dense_times.items():
         print(f"dense {phase} batch {batch} context {context}: {result.time_us:.0f} us, {size / 1e9:.2f} GB")
