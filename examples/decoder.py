@@ -13,8 +13,8 @@ Parameters come from a `Source` while the modules are built: random numbers (`Ra
 pytree: a decoder passes `jax.jit` as an argument.
 
 The layers are unrolled, or with ``scan`` one layer whose parameters have a leading axis, which `jax.lax.scan` runs. A
-scan slices the parameters of every layer out of the stack, and XLA copies what it slices for a library or custom call:
-a memory-bound step would move every weight three times. So decode unrolled; scan where compiling time matters more.
+scan slices parameters and cache of every layer out of stacks: XLA copies what it slices for a custom call on a CPU, and
+the cache on a GPU. So decode unrolled; scan where compiling time matters more (docs/decisions.md).
 
 Source: Touvron et al., "LLaMA", 2023, arXiv:2302.13971; grouped-query attention after Ainslie et al., EMNLP 2023;
 rotary positions after Su et al., "RoFormer", 2021, arXiv:2104.09864; scaling of positions as in Llama 3.1.
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -180,9 +181,21 @@ class RMSNorm(nnx.Module):
         self.epsilon = epsilon
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        normal = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
-        return normal.astype(x.dtype) * self.scale[...]
+        return (x.astype(jnp.float32) * self._factor(x)).astype(x.dtype) * self.scale[...]
+
+    def into(self, projection: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+        """``projection(self(x))`` of a linear projection, with the factor of each token behind the product.
+
+        So one pass over x gives both the scaled x and the factor, and the factor joins whatever reads the product: one
+        kernel instead of two, which counts where a whole product takes 5 us. float16 might overflow on the way.
+        """
+        if x.dtype == jnp.float16:
+            return projection(self(x))
+        return (projection(x * self.scale[...]) * self._factor(x)).astype(x.dtype)
+
+    def _factor(self, x: jax.Array) -> jax.Array:
+        """``1 / sqrt(mean(x²) + epsilon)``, float32 ``[..., 1]``."""
+        return lax.rsqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True) + self.epsilon)
 
 
 def attend(q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array) -> jax.Array:
@@ -250,7 +263,7 @@ class Layer(nnx.Module):
         Returns:
           (h, buffers).
         """
-        q, k, v = self._heads(self.attention_norm(h), step.turn)
+        q, k, v = self._heads(self.attention_norm.into(self.qkv, h), step.turn)
         if buffers is not None:
             buffers = tuple(_write(b, new, step.position, layer) for b, new in zip(buffers, (k, v), strict=True))
         if buffers is not None and h.shape[1] == 1:
@@ -263,13 +276,13 @@ class Layer(nnx.Module):
         else:
             mixed = attend_causally(q, k, v, step.start)
         h = h + self.out(mixed.reshape(*h.shape[:2], -1))
-        gate, up = jnp.split(self.gate_up(self.mlp_norm(h)), 2, axis=-1)
+        gate, up = jnp.split(self.mlp_norm.into(self.gate_up, h), 2, axis=-1)
         return h + self.down(jax.nn.silu(gate) * up), buffers
 
-    def _heads(self, h: jax.Array, turn: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _heads(self, qkv: jax.Array, turn: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         sizes = self.config.qkv_sizes
-        parts = jnp.split(self.qkv(h), [sizes[0], sizes[0] + sizes[1]], axis=-1)
-        q, k, v = (part.reshape(*h.shape[:2], -1, self.config.head_dim) for part in parts)
+        parts = jnp.split(qkv, [sizes[0], sizes[0] + sizes[1]], axis=-1)
+        q, k, v = (part.reshape(*qkv.shape[:2], -1, self.config.head_dim) for part in parts)
         return rotate(q, turn), rotate(k, turn), v
 
 

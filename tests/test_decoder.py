@@ -274,7 +274,7 @@ def test_cache_is_updated_in_place(folder, scan):
 @pytest.mark.skipif(not native.MODULES["cpu"].loaded, reason="needs the native CPU module")
 @pytest.mark.parametrize("scan", [False, True])
 def test_only_a_scan_copies_weights(folder, scan):
-    """Why decoding is unrolled: the slice of a stack cannot be fused into a custom call."""
+    """Why decoding is unrolled: nothing can be fused into a custom call, and on a CPU XLA copies the slice."""
     model = _load(folder, {"qkv|out|gate_up|down": "8:32"}, scan=scan)
     text = _hlo_of_step(model)
     assert 'custom_call_target="nms_cpu_spmm"' in text
@@ -316,9 +316,10 @@ def test_shards_are_the_single_file(tmp_path, folder):
     oracle.assert_same_bits(decoder_weights.load(tmp_path), decoder_weights.load(folder))
 
 
-def test_dtype_of_the_parameters(folder):
-    model = _load(folder, {"down": "2:4"}, dtype=jnp.bfloat16)
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(model)} == {"bfloat16", "uint32"}
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_dtype_of_the_parameters(folder, dtype):
+    model = _load(folder, {"down": "2:4"}, dtype=dtype)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(model)} == {dtype, "uint32"}
     logits = FORWARD(model, jnp.array([PROMPTS[0]]))
     assert logits.dtype == jnp.float32
     keep = lambda name, matrix: _largest(name, matrix) if "down" in name else matrix  # noqa: E731
