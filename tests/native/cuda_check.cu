@@ -19,8 +19,11 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <deque>
+#include <future>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "cuda/kernels.h"
@@ -274,11 +277,21 @@ int Main(int argc, char** argv) {
         : op == Op::kSpmmT ? std::vector(std::begin(cuda::kSpmmTKernels), std::end(cuda::kSpmmTKernels))
                            : std::vector(std::begin(cuda::kSddmmKernels), std::end(cuda::kSddmmKernels));
     std::vector<int> passed(table.size()), declined(table.size()), failed(table.size());
-    std::mt19937 random(99);
-    const std::vector<Case> problems = Problems(op, quick);
-    for (size_t i = 0; i < problems.size(); i += every) {
+    std::vector<Case> problems;
+    const std::vector<Case> all = Problems(op, quick);
+    for (size_t i = 0; i < all.size(); i += every) problems.push_back(all[i]);
+    // The reference takes far longer than the kernels, so it is made ahead, on all cores.
+    std::deque<std::future<Instance>> ahead;
+    for (size_t i = 0, made = 0; i < problems.size(); ++i) {
+      for (; made < problems.size() && ahead.size() <= 2 * std::thread::hardware_concurrency(); ++made) {
+        ahead.push_back(std::async(std::launch::async, [&c = problems[made], seed = made] {
+          std::mt19937 random(99 + seed);
+          return MakeInstance(c, random);
+        }));
+      }
       const Case& c = problems[i];
-      const Instance instance = MakeInstance(c, random);
+      const Instance instance = ahead.front().get();
+      ahead.pop_front();
       for (size_t k = 0; k < table.size(); ++k) {
         if (!wanted(kernels, table[k].name)) continue;
         const std::string outcome = RunCase(table[k], c, instance, device);
