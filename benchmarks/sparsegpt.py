@@ -1,7 +1,7 @@
 """How long pruning one matrix takes: ``python -m benchmarks.sparsegpt [--size 8192] [--out FILE]``.
 
-Weights and inputs are random and correlated; the Gram matrix is gathered outside the timing. Every method and pattern is
-called twice on the same shapes: the first time compiles. Prints a line for each and writes them as JSON.
+Weights and inputs are random and correlated; the Gram matrix is gathered outside the timing. Every method and pattern
+is called twice on the same shapes: the first time compiles. Prints a line for each and writes them as JSON.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def relative_error(w: jax.Array, pruned: jax.Array, inputs: nms.pruning.Statisti
     """``||x (W - W')||^2 / ||x W||^2``, from ``x^T x``."""
 
     def squared(w: jax.Array) -> jax.Array:
-        w = w.astype(jnp.float32)
-        return jnp.sum(w * jnp.matmul(inputs.gram, w, precision="highest"))
+        return jnp.sum(w * jnp.matmul(jnp.asarray(inputs.gram), w, precision="highest"))
 
-    return float(squared(w.astype(jnp.float32) - pruned.astype(jnp.float32)) / squared(w))
+    w, pruned = w.astype(jnp.float32), pruned.astype(jnp.float32)
+    return float(squared(w - pruned) / squared(w))
 
 
 def measure(method: str, pattern: str, w: jax.Array, inputs: nms.pruning.Statistics) -> dict:
@@ -69,7 +69,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=pathlib.Path)
     options = parser.parse_args(arguments)
     w, inputs = jax.block_until_ready(problem(options.size))
-    result = {"meta": {**metadata("sparsegpt", options.revision), "timing": "one call, host clock"}, "rows": []}
+    result = {
+        "meta": {**metadata("sparsegpt", options.revision), "timing": "one call, host clock", "seed": 0},
+        "rows": [],
+    }
     for pattern in options.patterns.split(","):
         for method in options.methods.split(","):
             row = measure(method, pattern, w, inputs)

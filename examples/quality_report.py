@@ -24,8 +24,8 @@ def show(results: dict[str, Any], console: rich.console.Console) -> None:
     table = rich.table.Table(
         title=f"{meta['model']}, pruned without retraining", box=rich.box.SIMPLE_HEAD, collapse_padding=True
     )
-    for name, justify in (("pattern", "left"), ("method", "left")):
-        table.add_column(name, justify=justify, no_wrap=True)
+    for name in ("pattern", "method"):
+        table.add_column(name, no_wrap=True)
     for name in ("cosine\nmean", "\nmin", "same\nnearest", "10 nearest\nshared", "output\nerror"):
         table.add_column(name, justify="right", no_wrap=True)
     previous = None
@@ -70,7 +70,7 @@ def plot(results: dict[str, Any], path: pathlib.Path) -> None:
         axis.set_ylim(0, 1.02)
         axis.grid(axis="y", alpha=0.3)
         axis.set_axisbelow(True)
-    axes[0].legend(fontsize=8, loc="lower left", framealpha=1)
+    axes[0].legend(fontsize=8, loc="upper right", framealpha=1)
     figure.suptitle(f"{results['meta']['model']}, pruned without retraining", fontsize=11)
     figure.savefig(path, dpi=100)
     plt.close(figure)

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 
 
 def as_tuple(sizes: int | Sequence[int]) -> tuple[int, ...]:
-    return tuple(map(operator.index, sizes)) if isinstance(sizes, (tuple, list)) else (operator.index(sizes),)
+    """One size or several, as a tuple."""
+    return tuple(map(operator.index, sizes)) if isinstance(sizes, Sequence) else (operator.index(sizes),)
 
 
 def check_batch_dims(label: str, batch_dims: Sequence[int]) -> None:

@@ -7,6 +7,8 @@ import contextvars
 import dataclasses
 from collections.abc import Iterator
 
+from jax import export
+
 from jax_nmsparse import native, tuning
 from jax_nmsparse.kernels import KERNELS, Call, Kernel
 
@@ -61,6 +63,8 @@ def rejection(call: Call, implementation: str, capability: str | None = None) ->
     """Why a named implementation cannot run the call on any machine, or None."""
     if implementation in ("xla", "dense"):
         return None
+    if export.is_symbolic_dim(call.tokens) or export.is_symbolic_dim(call.batch):
+        return f"the number of tokens is symbolic ({call.batch} x {call.tokens}), and a kernel is chosen for a number"
     module = native.MODULES[implementation]
     if not module.loaded:
         return f"the native module _{implementation} {module.problem}"

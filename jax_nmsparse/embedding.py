@@ -71,7 +71,7 @@ def lookup(w: NMSparse, indices: ArrayLike) -> jax.Array:
     return found.astype(dtype).reshape(*indices.shape, rows)
 
 
-def embed(layer: Any, promote: Callable[..., Any], w: NMSparse, indices: jax.Array) -> jax.Array:
+def embed(layer: Any, promote: Callable[..., Any], w: NMSparse, indices: ArrayLike) -> jax.Array:
     """What an embedding layer computes: rows in the dtype that promote gives the table; one row answers every id."""
     if not jnp.issubdtype(jnp.result_type(indices), jnp.integer):
         raise ValueError(f"{type(layer).__name__}: ids have dtype {jnp.result_type(indices).name}, expected integers")

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_nmsparse import dispatch, ops
+from jax_nmsparse import dispatch, native, ops
 from jax_nmsparse.array import NMSparse
 from jax_nmsparse.dispatch import Choice
 from jax_nmsparse.kernels import Call
@@ -39,6 +39,9 @@ DEVICES: dict[str, Ceilings] = {
     ),
 }
 """Ceilings by `device_kind`."""
+
+
+_OTHER_PLATFORMS = ("tpu", "rocm", "metal")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +142,12 @@ def _make_call(op: str, x: Any, w: Any, precision: Any, preferred: Any) -> Call:
 def _device(device: Any) -> tuple[str, str]:
     """(lowering platform, device kind)."""
     if isinstance(device, str):
+        if device not in (*native.MODULES, *_OTHER_PLATFORMS, *DEVICES) and not device.upper().startswith("NVIDIA"):
+            names = ", ".join(map(repr, (*native.MODULES, *_OTHER_PLATFORMS, *DEVICES)))
+            raise ValueError(
+                f"explain: device is {device!r}, expected a jax.Device, a platform or a device kind: {names} or "
+                "another kind that starts with NVIDIA"
+            )
         return ("cuda" if device.upper().startswith("NVIDIA") else device), device
     device = jax.devices()[0] if device is None else device
     return (

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jax_nmsparse import ops
 from jax_nmsparse.array import NMSparse, check_pattern
@@ -48,7 +49,7 @@ def weight(description: Description, values: Any, mask: Any, scales: Any) -> NMS
 
 
 def multiply(
-    layer: Any, promote: Callable[..., Any], x: jax.Array, w: NMSparse, bias: jax.Array | None, **options: Any
+    layer: Any, promote: Callable[..., Any], x: ArrayLike, w: NMSparse, bias: jax.Array | None, **options: Any
 ) -> jax.Array:
     """``act(x W + bias)`` in the dtype that promote casts (x, values, bias) to.
 
@@ -59,4 +60,4 @@ def multiply(
     x, kernel, bias = promote(x, kernel, bias)
     w = w._replace(values=kernel) if w.scales is None else w
     y = ops.spmm(x, w, bias=bias, precision=layer.precision, implementation=layer.implementation, **options)
-    return y if options.get("preferred_element_type") is not None else y.astype(x.dtype)
+    return y if options.get("preferred_element_type") is not None else y.astype(jnp.result_type(x))

@@ -210,5 +210,6 @@ def select(scores: jax.Array, layout: Layout, n: int | jax.Array | None = None) 
     Returns:
       bool, of the shape of scores.
     """
-    groups = scores.reshape(*scores.shape[:-1], -1, layout.pattern.m)
+    m = layout.pattern.m
+    groups = scores.reshape(*scores.shape[:-1], layout.window_units // m, m)
     return best_units(groups, layout.pattern.n if n is None else n).reshape(scores.shape)

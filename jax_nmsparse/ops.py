@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
@@ -83,12 +83,14 @@ def _promote(*dtypes) -> jnp.dtype:
     return functools.reduce(jnp.promote_types, wide or dtypes)
 
 
-def _result_dtype(op: str, x_dtype, w: NMSparse, preferred, epilogue: bool = False) -> jnp.dtype:
+def _result_dtype(op: str, given, x_dtype, w: NMSparse, preferred, epilogue: bool = False) -> jnp.dtype:
+    """The dtype of a product of an x of dtype given, computed in x_dtype."""
     integer = x_dtype == jnp.int8 and w.dtype == jnp.int8
     if preferred is None:
         if integer:
             return jnp.dtype(jnp.int32 if w.scales is None and not epilogue else jnp.float32)
-        return jnp.dtype(jnp.float32) if x_dtype.itemsize == 1 else x_dtype
+        one_byte = given.itemsize == w.dtype.itemsize == 1
+        return jnp.dtype(jnp.float32) if one_byte or x_dtype.itemsize == 1 else x_dtype
     preferred = jax.dtypes.canonicalize_dtype(preferred)
     if preferred not in _RESULT_DTYPES or (preferred == jnp.int32 and not integer):
         names = ", ".join(d.name for d in _RESULT_DTYPES[:-1])
@@ -150,13 +152,12 @@ def _check_bias(bias: Any, w: NMSparse) -> jax.Array:
 
 def _flat(array: jax.Array, lead: int) -> jax.Array:
     """Merges the batch axes of a weight's array into one."""
-    return array.reshape(int(np.prod(array.shape[:lead], dtype=np.int64)), *array.shape[lead:])
+    return array.reshape(math.prod(array.shape[:lead]), *array.shape[lead:])
 
 
 def _tokens_shape(x: jax.Array, lead: int) -> tuple[int, int, int]:
-    batch = int(np.prod(x.shape[:lead], dtype=np.int64))
-    tokens = int(np.prod(x.shape[lead:-1], dtype=np.int64))
-    return batch, tokens, x.shape[-1]
+    # Without int(): under jax.export a size may be symbolic.
+    return math.prod(x.shape[:lead]), math.prod(x.shape[lead:-1]), x.shape[-1]
 
 
 def spmm(
@@ -181,8 +182,8 @@ def spmm(
       bias: ``[out_features]`` or ``[*lead, out_features]``, added before the activation.
       activation: None, "relu", "gelu" (exact), "gelu_tanh" or "silu", applied in the accumulator's precision.
       precision: As in `jnp.dot`. By default float32 may use TF32 tensor cores on a GPU; "highest" is full float32.
-      preferred_element_type: dtype of the result. By default that of the promoted x; int32 for int8 times int8
-        without scales, bias and activation, otherwise float32, as for float8 x.
+      preferred_element_type: dtype of the result. By default that of the promoted x; for int8 times int8
+        without scales, bias and activation it is int32, for other pairs of one byte each float32.
       implementation: None chooses (see `explain`); "cuda", "cpu", "xla" or "dense" runs exactly that or raises.
 
     Returns:
@@ -213,9 +214,9 @@ def spmm(
             f"spmm: activation is {activation!r}, expected None or one of {', '.join(reference.ACTIVATIONS)}; "
             "apply any other function to the result"
         )
-    x, values = _operand_pair("spmm", "x", x, w)
+    given, (x, values) = x.dtype, _operand_pair("spmm", "x", x, w)
     epilogue = bias is not None or activation is not None
-    dtype = _result_dtype("spmm", x.dtype, w, preferred_element_type, epilogue)
+    dtype = _result_dtype("spmm", given, x.dtype, w, preferred_element_type, epilogue)
     lead = w.ndim - 2
     static = _static("spmm", x, values, w, dtype, precision, implementation)
     y = primitives.spmm(
@@ -241,13 +242,14 @@ def _static(op: str, x, second, w: NMSparse, dtype, precision, implementation) -
 
 def _spmm_t(g, w: NMSparse, precision, preferred_element_type, implementation) -> jax.Array:
     _check_rows("spmm", "x", g, w, w.out_features, "out_features")
-    g, values = _operand_pair("spmm", "x", g, w)
+    given, (g, values) = g.dtype, _operand_pair("spmm", "x", g, w)
     if w.scales is not None:
         # (g * scales) Wᵀ: the scales belong to out_features, the axis that is summed over here.
         lead = w.ndim - 2
         scales = w.scales.reshape(*w.scales.shape[:lead], *([1] * (g.ndim - lead - 1)), w.out_features)
-        g = (g * scales).astype(g.dtype if g.dtype.itemsize > 1 else jnp.float32)
-    dtype = _result_dtype("spmm", g.dtype, w, preferred_element_type)
+        g = g.astype(jnp.float32) if given.itemsize == 1 else g
+        g = (g * scales).astype(g.dtype)
+    dtype = _result_dtype("spmm", given, g.dtype, w, preferred_element_type)
     lead = w.ndim - 2
     static = _static("spmm_t", g, values, w, dtype, precision, implementation)
     flat_values, flat_mask = _flat(values, lead), _flat(w.mask_with_words, lead)

@@ -188,7 +188,7 @@ def sr_ste_decay(
       Array([-0.1 , -0.  , -0.  , -0.05], dtype=float32)
     """
 
-    def update(updates: Any, state: SRSTEState, params: Any = None) -> tuple[Any, SRSTEState]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         if params is None:
             raise ValueError("sr_ste_decay: update needs params; call optimiser.update(gradients, state, params)")
         now = 1.0 if progress is None else progress(state.count)
@@ -199,9 +199,13 @@ def sr_ste_decay(
             others=jnp.zeros_like,
         )
         updates = jax.tree.map(lambda u, p: u + (decay * p.astype(jnp.float32)).astype(u.dtype), updates, pruned)
-        return updates, SRSTEState(optax.safe_increment(state.count))
+        return updates, SRSTEState(jnp.asarray(optax.safe_increment(state.count)))
 
-    return optax.GradientTransformation(lambda _: SRSTEState(jnp.zeros((), jnp.int32)), update)
+    def init(params: Any) -> Any:
+        del params
+        return SRSTEState(jnp.zeros((), jnp.int32))
+
+    return optax.GradientTransformation(init, update)
 
 
 def cubic_schedule(begin: int, end: int, *, every: int = 1) -> Callable[[ArrayLike], jax.Array]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jax_nmsparse as nms
-from jax_nmsparse import checkpoint
+from jax_nmsparse import checkpoint, files
 
 
 def _tree():
@@ -53,7 +53,7 @@ def test_damaged_file_raises(tmp_path):
 
 
 def test_another_format_version_raises(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "FORMAT_VERSION", 99)
+    monkeypatch.setattr(files, "FORMAT_VERSION", 99)
     checkpoint.save(tmp_path / "w.safetensors", _tree())
     monkeypatch.undo()
     with pytest.raises(ValueError, match="format version 99"):

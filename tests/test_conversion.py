@@ -14,7 +14,7 @@ from flax import nnx
 
 import jax_nmsparse as nms
 from jax_nmsparse import tables
-from jax_nmsparse.conversion import LayerReport
+from jax_nmsparse.conversion import LayerReport, Report, kernels
 from jax_nmsparse.linen import MASK_COLLECTION
 from jax_nmsparse.nnx import NMSparseEmbed, NMSparseLinear, NMSparseLinearGeneral
 
@@ -106,7 +106,7 @@ def test_rules_take_the_first_that_is_found_and_leave_the_rest_dense(trained):
     assert set(variables[MASK_COLLECTION]) == {"up", "down"}
     assert variables["params"]["query"]["kernel"] is params["query"]["kernel"]
     assert set(params["up"]) == {"kernel", "bias"}, "the caller's tree is unchanged"
-    layer = nms.NMSparseDense(32, pattern="1:4", values_dtype=jnp.int8)
+    layer: Any = nms.NMSparseDense(32, pattern="1:4", values_dtype=jnp.int8)
     down = {c: variables[c]["down"] for c in variables}
     assert layer.apply(down, jnp.ones(64)).shape == (32,)
 
@@ -192,7 +192,7 @@ def test_statistics_choose_and_measure(rng):
     """SparseGPT by calibration: the error of the output is what the report says, and less than that of magnitude."""
     net = nn.Sequential([nn.Dense(16), nn.relu, nn.Dense(8)])
     x = oracle.normal(rng, (128, 32)) @ oracle.normal(rng, (32, 32))
-    trained = net.init(jax.random.key(0), x)
+    trained: Any = net.init(jax.random.key(0), x)
     statistics = nms.pruning.calibrate(net.apply, trained, [x])
     errors = {}
     for method in ("magnitude", "wanda", "sparsegpt"):
@@ -217,7 +217,7 @@ def test_statistics_choose_and_measure(rng):
 def test_conversion_keeps_no_dense_copy_alive(monkeypatch, kind):
     """pytorch#115008, sparsegpt#1: at most one layer is in memory twice, and afterwards no kernel is left."""
     layers, seen = 4, []
-    run = nms.conversion.kernels.Job.run
+    run = kernels.Job.run
 
     def counted(self, **options):
         done = run(self, **options)
@@ -225,7 +225,7 @@ def test_conversion_keeps_no_dense_copy_alive(monkeypatch, kind):
         seen.append(sum(a.shape == (64, 96) for a in jax.live_arrays()))
         return done
 
-    monkeypatch.setattr(nms.conversion.kernels.Job, "run", counted)
+    monkeypatch.setattr(kernels.Job, "run", counted)
     if kind == "nnx":
         model: Any = nnx.List(nnx.Linear(64, 96, rngs=nnx.Rngs(i)) for i in range(layers))
         nms.sparsify(model, "2:4")
@@ -238,6 +238,22 @@ def test_conversion_keeps_no_dense_copy_alive(monkeypatch, kind):
     assert seen == list(range(first, first - layers, -1))
     gc.collect()
     assert not [a for a in jax.live_arrays() if a.shape == (64, 96)]
+
+
+def test_donation_spares_an_array_that_lies_in_two_places():
+    kernel = jax.random.normal(jax.random.key(0), (16, 8))
+    variables, _ = nms.sparsify({"a": {"kernel": kernel}, "b": {"kernel": kernel}}, "2:4", donate=True)
+    a, b = (nms.NMSparseDense.to_weight({c: variables[c][name] for c in variables}) for name in "ab")
+    oracle.assert_same_bits(a, b)
+    assert not kernel.is_deleted()
+
+
+def test_statistics_of_axes_in_any_order(rng):
+    """Flax contracts axes in ascending order, whatever the order they are given in."""
+    net = nn.DenseGeneral(5, axis=(-1, 1))
+    x = oracle.normal(rng, (2, 3, 4, 6))
+    (statistics,) = nms.pruning.calibrate(net.apply, net.init(jax.random.key(0), x), [x], gram=False).values()
+    oracle.assert_close(statistics.squares, np.square(x.astype(np.float64)).sum((0, 2)).ravel(), depth=8)
 
 
 # NNX.
@@ -282,7 +298,7 @@ def test_nnx_model_and_back(rng):
 def test_nnx_keeps_dtypes_and_stacked_layers():
     keys = jax.random.split(jax.random.key(0), 3)
     make = nnx.vmap(lambda key: nnx.Linear(32, 16, dtype=jnp.bfloat16, precision="highest", rngs=nnx.Rngs(key)))
-    model = nnx.Dict(stack=make(keys), other=nnx.data([nnx.Linear(32, 8, use_bias=False, rngs=nnx.Rngs(0))]))
+    model: Any = nnx.Dict(stack=make(keys), other=nnx.data([nnx.Linear(32, 8, use_bias=False, rngs=nnx.Rngs(0))]))
     kernel = model.stack.kernel[...]
     model, _ = nms.sparsify(
         model, {"stack": nms.Rule("2:4", dtype="bfloat16"), "kernel": nms.Rule("1:4", dtype="int8")}
@@ -301,14 +317,18 @@ def test_nnx_single_layer_subclasses_and_tuples():
     class Own(nnx.Linear):
         pass
 
-    model = nnx.Dict(own=Own(8, 8, rngs=nnx.Rngs(0)), plain=nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+    model: Any = nnx.Dict(own=Own(8, 8, rngs=nnx.Rngs(0)), plain=nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match="own/kernel cannot become sparse: its class is Own"):
         nms.sparsify(model, "2:4")
     assert type(model.plain) is nnx.Linear, "nothing was changed"
     nms.sparsify(model, {"own": None, "kernel": "2:4"})
-    model.plain.activation = "relu"
+    setattr(model.plain, "activation", "relu")  # noqa: B010
     with pytest.raises(ValueError, match="plain has activation='relu', which no dense layer"):
         nms.densify(model)
+    tied: Any = nnx.Dict(a=nnx.Linear(8, 8, rngs=nnx.Rngs(0)), b=nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+    tied.b.kernel = tied.a.kernel
+    with pytest.raises(ValueError, match="b/kernel cannot become sparse: its kernel is that of a too"):
+        nms.sparsify(tied, "2:4")
     model = nnx.Dict(pair=nnx.data((nnx.Linear(8, 8, rngs=nnx.Rngs(0)),)))
     with pytest.raises(TypeError, match="a layer lies in a tuple"):
         nms.sparsify(model, "2:4")
@@ -333,8 +353,8 @@ def test_report_as_text_and_drawn(trained, capsys):
 
 def test_report_shows_errors_of_outputs_where_known():
     layer = LayerReport("a", (4, 4), "2:4", "wanda", "float32", 64, 34, 0.5, 0.25)
-    assert "output error" in str(nms.conversion.Report((layer,)))
-    assert "output error" not in str(nms.conversion.Report((LayerReport("a", (4, 4), "dense", "", "float32", 64, 64),)))
+    assert "output error" in str(Report((layer,)))
+    assert "output error" not in str(Report((LayerReport("a", (4, 4), "dense", "", "float32", 64, 64),)))
 
 
 def test_tables_without_rich(monkeypatch, capsys):

@@ -23,7 +23,7 @@ def integer_init(key, shape, dtype):
     return jax.random.randint(key, shape, -3, 4).astype(dtype)
 
 
-def make(in_features=40, out_features=24, pattern="2:4", seed=0, **arguments) -> NMSparseLinear:
+def make(in_features=40, out_features=24, pattern="2:4", seed=0, **arguments: Any) -> Any:
     return NMSparseLinear(in_features, out_features, pattern=pattern, rngs=nnx.Rngs(seed), **arguments)
 
 
@@ -52,13 +52,14 @@ def test_promotes_as_linear(x64, rng, dtype, param_dtype):
 
 @pytest.mark.parametrize("pattern", ["2:4", "8:32/1x64", "3:6"])
 def test_init_prunes_the_draw_of_linear(rng, pattern):
-    options = {"bias_init": nnx.initializers.normal()}
-    dense = nnx.Linear(40, 24, rngs=nnx.Rngs(3), **options)
+    options: Any = {"bias_init": nnx.initializers.normal()}
+    dense: Any = nnx.Linear(40, 24, rngs=nnx.Rngs(3), **options)
     got, want = make(pattern=pattern, seed=3, **options), NMSparseLinear.from_dense(dense, pattern)
+    back: Any = want.to_dense()
     oracle.assert_same_bits(pure(got), pure(want))
     x = oracle.normal(rng, (2, 3, 40))
     oracle.assert_close(got(x), oracle.spmm(x, got.weight, bias=dense.bias[...]), depth=40)
-    oracle.assert_close(dense(x), want.to_dense()(x) + x @ (dense.kernel[...] - want.weight.todense()), depth=80)
+    oracle.assert_close(dense(x), back(x) + x @ (dense.kernel[...] - want.weight.todense()), depth=80)
 
 
 def test_arguments_reach_the_product(rng):
@@ -101,7 +102,7 @@ def test_general_equals_linear_general(rng, in_features, out_features, options):
     options["rngs"] = nnx.Rngs(1)
     sparse = NMSparseLinearGeneral(in_features, out_features, pattern="2:4", **options)
     oracle.assert_same_bits(pure(NMSparseLinearGeneral.from_dense(dense, "2:4")), pure(sparse))
-    back = sparse.to_dense()
+    back: Any = sparse.to_dense()
     assert jax.tree.map(jnp.shape, pure(back)) == jax.tree.map(jnp.shape, pure(dense))
     x = oracle.integers(rng, (2, 3, 5, 4, 6))
     oracle.assert_same_bits(nnx.jit(lambda m, x: m(x))(sparse, x), back(x))
@@ -115,7 +116,7 @@ def test_general_groups_run_along_the_contracted_axes(rng):
 
 
 def test_attention_of_flax_runs_with_sparse_projections(rng):
-    attention = nnx.MultiHeadAttention(4, 32, decode=False, rngs=nnx.Rngs(0))
+    attention: Any = nnx.MultiHeadAttention(4, 32, decode=False, rngs=nnx.Rngs(0))
     x = oracle.normal(rng, (2, 5, 32))
     for name in ("query", "key", "value", "out"):
         setattr(attention, name, NMSparseLinearGeneral.from_dense(getattr(attention, name), "2:4"))
@@ -234,13 +235,14 @@ def test_conversion_keeps_no_dense_copy():
 
 
 def test_conversion_refuses():
-    dense = nnx.Linear(40, 24, rngs=nnx.Rngs(0))
+    dense: Any = nnx.Linear(40, 24, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="more than 2 nonzero"):
         NMSparseLinear.from_dense(dense, "2:4", exact=True)
     with pytest.raises(ValueError, match="scores choose what to drop, exact=True drops nothing"):
         NMSparseLinear.from_dense(dense, "2:4", exact=True, scores=np.ones((40, 24)))
+    other: Any = nnx.Embed(4, 4, rngs=nnx.Rngs(0))
     with pytest.raises(TypeError, match="the layer is a Embed, expected an nnx.Linear"):
-        NMSparseLinear.from_dense(nnx.Embed(4, 4, rngs=nnx.Rngs(0)), "2:4")
+        NMSparseLinear.from_dense(other, "2:4")
     with pytest.raises(TypeError, match="w is a Linear"):
         NMSparseLinear.from_weight(dense)
     with pytest.raises(ValueError, match=r"bias has shape \(3,\), expected \(24,\)"):
@@ -267,6 +269,10 @@ def test_a_state_of_another_pattern_is_refused():
     for state in (nnx.state(other), pure(other)):
         with pytest.raises(ValueError, match="have pattern 16:32, expected 2:4"):
             nnx.update(Model("2:4"), state)
+    mixed = nnx.merge(nnx.graphdef(model), nnx.state(other))
+    for layer in (*mixed.layers, mixed.heads):
+        with pytest.raises(ValueError, match="have pattern 16:32, expected 2:4"):
+            nnx.jit(lambda layer: layer(jnp.ones(32)))(layer)
     fresh = Model("2:4", 1)
     nnx.update(fresh, nnx.state(model))
     oracle.assert_same_bits(pure(fresh), pure(model))

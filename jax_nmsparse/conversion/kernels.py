@@ -24,11 +24,12 @@ from jax_nmsparse.tables import track
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A dense kernel ``[*stacked, *in_sizes, *out_sizes]``, or a table ``[*stacked, num_embeddings, features]``.
+    """A dense kernel ``[*stacked, *in_sizes, *out_sizes]``, or a transposed one ``[*stacked, out, in]``, as tables are.
 
     Attributes:
       path: Of the layer.
-      leaf: "kernel" or "embedding".
+      leaf: Its name in the layer: "kernel", "embedding".
+      transposed: Whether the contracted axis is the last one.
       shape, dtype: Of the kernel.
       contracted, stacked: As in `Rule`; None where only a rule can tell.
       take: Gives the kernel.
@@ -37,6 +38,7 @@ class Candidate:
 
     path: str
     leaf: str
+    transposed: bool
     shape: tuple[int, ...]
     dtype: Any
     contracted: int | None
@@ -77,13 +79,13 @@ class Job:
 
     @property
     def sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """in_sizes and out_sizes of the weight."""
+        """in_sizes and out_sizes of a kernel that is not transposed."""
         first, last = self.candidate.stacked, self.candidate.stacked + (self.candidate.contracted or 1)
         return self.candidate.shape[first:last], self.candidate.shape[last:]
 
     def fold(self, array: Any) -> Any:
         """An array of the kernel's shape as ``[*stacked, in_features, out_features]``."""
-        if self.candidate.leaf == "embedding":
+        if self.candidate.transposed:
             return jnp.swapaxes(array, -1, -2)
         return axes.fold_kernel(self.candidate.name, array, self.candidate.stacked, self.candidate.contracted or 1)[0]
 

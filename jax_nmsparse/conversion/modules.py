@@ -66,17 +66,23 @@ def _children(value: Any) -> Iterator[tuple[str, Any, Put]]:
         yield from ((str(i), child, item(value, i) if writable else fixed) for i, child in enumerate(value))
 
 
-def _candidate(path: str, layer: Any) -> Candidate:
+def _candidate(path: str, layer: Any, tied: dict[int, str]) -> Candidate:
+    """The candidate of a layer; tied remembers which layer had a variable first."""
     leaf = "embedding" if isinstance(layer, nnx.Embed) else "kernel"
     variable = getattr(layer, leaf)
+    first = tied.setdefault(id(variable), path)
     contracted, others = 1, 1
     if isinstance(layer, nnx.LinearGeneral):
         contracted, others = len(layer.in_features), len(layer.out_features)
     kind = type(layer)
     problem = "" if kind in _DENSE else f"its class is {kind.__name__}, which may compute something else"
+    problem = problem if first == path else f"its {leaf} is that of {first} too, and would no longer be tied to it"
 
     stacked = len(variable.shape) - contracted - others
-    return Candidate(path, leaf, variable.shape, variable.dtype, contracted, stacked, lambda: variable[...], problem)
+    transposed = leaf == "embedding"
+    return Candidate(
+        path, leaf, transposed, variable.shape, variable.dtype, contracted, stacked, lambda: variable[...], problem
+    )
 
 
 def _sparse_layer(layer: Any, w: NMSparse) -> Any:
@@ -97,7 +103,8 @@ def sparsify_module(
     """See `sparsify`."""
     places = _Places(model, _DENSE)
     ids = {path: key for key, (path, _) in places.layers.items()}
-    steps = plan([_candidate(path, layer) for path, layer in places.layers.values()], rules, **options)
+    tied: dict[int, str] = {}
+    steps = plan([_candidate(path, layer, tied) for path, layer in places.layers.values()], rules, **options)
     reports: list[LayerReport] = []
     for job in each(steps, progress):
         if isinstance(job, LayerReport):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 
 from jax_nmsparse.conversion.kernels import Candidate, Job, each, plan
@@ -20,8 +22,8 @@ def as_variables(tree: Mapping[str, Any]) -> dict[str, Any]:
     def copied(node: Any) -> Any:
         return {key: copied(child) for key, child in node.items()} if isinstance(node, Mapping) else node
 
-    tree = copied(nn.meta.unbox(tree))
-    return tree if isinstance(tree.get("params"), dict) else {"params": tree}
+    plain: dict[str, Any] = copied(nn.meta.unbox(tree))
+    return plain if isinstance(plain.get("params"), dict) else {"params": plain}
 
 
 def _candidates(params: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[Candidate]:
@@ -32,6 +34,7 @@ def _candidates(params: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[
             yield Candidate(
                 "/".join(path),
                 leaf,
+                leaf == "embedding",
                 jnp.shape(array),
                 jnp.result_type(array),
                 1 if leaf == "embedding" and jnp.ndim(array) == 2 else None,
@@ -58,14 +61,16 @@ def sparsify_variables(
     params = variables["params"]
     steps = plan(_candidates(params), rules, **options)
     _check_biases(params, [step for step in steps if isinstance(step, Job)])
+    # An array that lies in two places must outlive the first.
+    uses = collections.Counter(map(id, jax.tree.leaves(variables)))
     reports: list[LayerReport] = []
     for job in each(steps, progress):
         if isinstance(job, LayerReport):
             reports.append(job)
             continue
-        w, report = job.run(donate=donate)
-        reports.append(report)
         node = _node(params, job.candidate.path)
+        w, report = job.run(donate=donate and uses[id(node[job.candidate.leaf])] == 1)
+        reports.append(report)
         if job.candidate.leaf == "embedding":
             new = NMSparseEmbed.from_weight(w)
         else:

@@ -11,6 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
+from jax.typing import ArrayLike
 
 from jax_nmsparse.array import NMSparse, check_pattern
 from jax_nmsparse.description import Description
@@ -89,7 +90,7 @@ class NMSparseDense(nn.Module):
     values_dtype: Any = None
 
     @nn.compact
-    def __call__(self, inputs: jax.Array) -> jax.Array:
+    def __call__(self, inputs: ArrayLike) -> jax.Array:
         """Applies the layer along the last axis of inputs, ``[..., in_features]``, giving ``[..., features]``."""
         if jnp.ndim(inputs) < 1:
             raise ValueError(f"{label(self)}: x has no axes, expected [..., in_features]")

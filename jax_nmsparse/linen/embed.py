@@ -11,6 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
+from jax.typing import ArrayLike
 
 from jax_nmsparse.array import NMSparse, check_pattern
 from jax_nmsparse.description import Description
@@ -84,11 +85,11 @@ class NMSparseEmbed(nn.Module):
             check_pattern(label(self), self.pattern), (self.features,), (self.num_embeddings,), "embedding"
         )
 
-    def __call__(self, inputs: jax.Array) -> jax.Array:
+    def __call__(self, inputs: ArrayLike) -> jax.Array:
         """Rows of the table: ``[*inputs.shape, features]``; see `nn.Embed` for ids that are out of range."""
         return embed(self, functools.partial(self.promote_dtype, dtype=self.dtype), self._weight, inputs)
 
-    def attend(self, query: jax.Array) -> jax.Array:
+    def attend(self, query: ArrayLike) -> jax.Array:
         """Products with every row: ``[..., features]`` -> ``[..., num_embeddings]``."""
         return multiply(
             self, lambda x, w, _: (*self.promote_dtype(x, w, dtype=self.dtype), None), query, self._weight, None

@@ -12,6 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
+from jax.typing import ArrayLike
 
 from jax_nmsparse import axes
 from jax_nmsparse.array import NMSparse, check_pattern
@@ -81,16 +82,16 @@ class NMSparseDenseGeneral(nn.Module):
     values_dtype: Any = None
 
     @nn.compact
-    def __call__(self, inputs: jax.Array) -> jax.Array:
+    def __call__(self, inputs: ArrayLike) -> jax.Array:
         """Contracts axis of inputs: ``[*batch, *rest, *features]``, batch axes first, then those that stay."""
-        name, inputs = label(self), jnp.asarray(inputs)
+        name, x = label(self), jnp.asarray(inputs)
         features = axes.as_tuple(self.features)
         batch_dims = axes.as_tuple(self.batch_dims)
         axes.check_batch_dims(name, batch_dims)
-        axis = axes.normalize(name, axes.as_tuple(self.axis), inputs.ndim)
-        batch = tuple(inputs.shape[i] for i in batch_dims)
-        in_sizes = tuple(inputs.shape[i] for i in axis)
-        x = axes.fold(name, inputs, axis, batch_dims)
+        axis = axes.normalize(name, axes.as_tuple(self.axis), x.ndim)
+        batch = tuple(x.shape[i] for i in batch_dims)
+        in_sizes = tuple(x.shape[i] for i in axis)
+        x = axes.fold(name, x, axis, batch_dims)
         description = Description(check_pattern(name, self.pattern), in_sizes, features)
 
         def draw(key):

@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
+from jax.typing import ArrayLike
 
 from jax_nmsparse.array import NMSparse, check_pattern
 from jax_nmsparse.description import Description
 from jax_nmsparse.embedding import embed
 from jax_nmsparse.layer import check_weight, pack
-from jax_nmsparse.nnx.variables import held, hold, inherited, initialised, placed, product
+from jax_nmsparse.nnx.variables import NMFormat, NMMask, held, hold, inherited, initialised, placed, product
 from jax_nmsparse.pattern import NMPattern
 
 _default_embed_init = nnx.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
@@ -54,6 +55,11 @@ class NMSparseEmbed(nnx.Module):
       (2, 1000)
     """
 
+    values: nnx.Variable[Any]
+    mask: NMMask
+    scales: nnx.Param[Any] | None
+    format: NMFormat
+
     def __init__(
         self,
         num_embeddings: int,
@@ -89,7 +95,7 @@ class NMSparseEmbed(nnx.Module):
     def _description(self) -> Description:
         return Description(self.pattern, (self.features,), (self.num_embeddings,), "embedding")
 
-    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+    def __call__(self, inputs: ArrayLike, out_sharding: Any = None) -> jax.Array:
         """Rows of the table: ``[*inputs.shape, features]``; see `nnx.Embed` for ids that are out of range."""
 
         def promote(*arrays, **options):
@@ -97,7 +103,7 @@ class NMSparseEmbed(nnx.Module):
 
         return placed(embed(self, promote, held(self, self._description, ()), inputs), out_sharding)
 
-    def attend(self, query: jax.Array, out_sharding: Any = None) -> jax.Array:
+    def attend(self, query: ArrayLike, out_sharding: Any = None) -> jax.Array:
         """Products with every row: ``[..., features]`` -> ``[..., num_embeddings]``."""
         return placed(product(self, query, held(self, self._description, ()), None), out_sharding)
 

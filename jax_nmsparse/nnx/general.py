@@ -12,12 +12,13 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.core import FrozenDict
 from flax.nnx.nn import dtypes
+from jax.typing import ArrayLike
 
 from jax_nmsparse import axes
 from jax_nmsparse.array import NMSparse, check_pattern
 from jax_nmsparse.description import Description
 from jax_nmsparse.layer import check_bias, check_weight, pack
-from jax_nmsparse.nnx.variables import held, hold, inherited, initialised, placed, product
+from jax_nmsparse.nnx.variables import NMFormat, NMMask, held, hold, inherited, initialised, placed, product
 from jax_nmsparse.pattern import NMPattern
 
 _default_kernel_init = nnx.initializers.lecun_normal()
@@ -58,6 +59,12 @@ class NMSparseLinearGeneral(nnx.Module):
       >>> NMSparseLinearGeneral((4, 16), 64, axis=(-2, -1), pattern="2:4", rngs=nnx.Rngs(0))(heads).shape
       (3, 64)
     """
+
+    values: nnx.Variable[Any]
+    mask: NMMask
+    scales: nnx.Param[Any] | None
+    format: NMFormat
+    bias: nnx.Param[Any] | None
 
     def __init__(
         self,
@@ -125,17 +132,17 @@ class NMSparseLinearGeneral(nnx.Module):
     def _description(self) -> Description:
         return Description(self.pattern, self.in_features, self.out_features)
 
-    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+    def __call__(self, inputs: ArrayLike, out_sharding: Any = None) -> jax.Array:
         """Contracts axis of inputs: ``[*batch, *rest, *out_features]``, batch axes first, then those that stay."""
-        label, inputs = "NMSparseLinearGeneral", jnp.asarray(inputs)
-        axis = axes.normalize(label, self.axis, inputs.ndim)
-        sizes = tuple(inputs.shape[i] for i in axis)
+        label, x = "NMSparseLinearGeneral", jnp.asarray(inputs)
+        axis = axes.normalize(label, self.axis, x.ndim)
+        sizes = tuple(x.shape[i] for i in axis)
         if sizes != self.in_features:
             raise ValueError(
                 f"{label}: x has sizes {sizes} along axes {axis}, expected {self.in_features} (= in_features)"
             )
         w = held(self, self._description, self._lead)
-        x = axes.fold(label, inputs, axis, tuple(self.batch_axis))
+        x = axes.fold(label, x, axis, tuple(self.batch_axis))
         bias = None if self.bias is None else self.bias[...].reshape(*self._lead, -1)
         options = {"activation": self.activation, "preferred_element_type": self.preferred_element_type}
         y = product(self, x, w, bias, **options).reshape(*x.shape[:-1], *self.out_features)

@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
+from jax.typing import ArrayLike
 
 from jax_nmsparse.array import NMSparse, check_pattern
 from jax_nmsparse.description import Description
 from jax_nmsparse.layer import check_bias, check_weight, pack
-from jax_nmsparse.nnx.variables import held, hold, inherited, initialised, placed, product
+from jax_nmsparse.nnx.variables import NMFormat, NMMask, held, hold, inherited, initialised, placed, product
 from jax_nmsparse.pattern import NMPattern
 
 _default_kernel_init = nnx.initializers.lecun_normal()
@@ -75,6 +76,12 @@ class NMSparseLinear(nnx.Module):
       NMSparse(64x48, 2:4, float32)
     """
 
+    values: nnx.Variable[Any]
+    mask: NMMask
+    scales: nnx.Param[Any] | None
+    format: NMFormat
+    bias: nnx.Param[Any] | None
+
     def __init__(
         self,
         in_features: int,
@@ -118,7 +125,7 @@ class NMSparseLinear(nnx.Module):
     def _description(self) -> Description:
         return Description(self.pattern, (self.in_features,), (self.out_features,))
 
-    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+    def __call__(self, inputs: ArrayLike, out_sharding: Any = None) -> jax.Array:
         """Applies the layer along the last axis of inputs, ``[..., in_features]``, giving ``[..., out_features]``."""
         if jnp.ndim(inputs) < 1:
             raise ValueError("NMSparseLinear: x has no axes, expected [..., in_features]")

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import ArrayLike
 
 from jax_nmsparse.array import NMSparse
 from jax_nmsparse.description import Description
@@ -47,7 +48,7 @@ class NMFormat(nnx.Module):
         super().__setattr__(name, value)
 
 
-def initialised(result: Any, shape: tuple[int, ...], metadata: Mapping[str, Any]) -> tuple[jax.Array, dict[str, Any]]:
+def initialised(result: Any, shape: tuple[int, ...], metadata: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """What an initialiser returned, in a shape, and metadata with what came with it."""
     if not isinstance(result, nnx.VariableMetadata):
         return result if isinstance(result, NMSparse) else result.reshape(shape), dict(metadata)
@@ -68,7 +69,9 @@ def hold(layer: Any, kernel: jax.Array | NMSparse, description: Description, met
     context = {key: metadata[key] for key in ("sharding_rules", "mesh") if key in metadata}
 
     def constant(array: jax.Array) -> NMMask:
-        return NMMask(array) if names is None else NMMask(array, **context, out_sharding=_padded(names, array.ndim))
+        named = {} if names is None else {**context, "out_sharding": _padded(names, array.ndim)}
+        # nnx.merge pairs variables by their order: what the mask is goes with it.
+        return NMMask(array, **named, description=str(description))
 
     def trained(array: jax.Array, names: Any) -> nnx.Param:
         named = {} if names is None else {"out_sharding": _padded(names, array.ndim)}
@@ -97,16 +100,17 @@ def held(layer: Any, description: Description, lead: tuple[int, ...] | None = No
     """
     label = type(layer).__name__
     description.check(label, layer.format.names())
+    description.check(label, filter(None, [layer.mask.get_metadata("description", None)]))
     arrays = {"values": layer.values[...], "mask": layer.mask[...]}
     if layer.scales is not None:
         arrays["scales"] = layer.scales[...]
-    lead = arrays["values"].shape[:-5] if lead is None else lead
+    lead = tuple(arrays["values"].shape[:-5]) if lead is None else lead
     remedy = ", or of stacked layers, which nnx.scan and nnx.vmap slice"
     description.check_arrays(label, arrays, lead, remedy)
     return weight(description, arrays["values"], arrays["mask"], arrays.get("scales"))
 
 
-def product(layer: Any, x: jax.Array, w: NMSparse, bias: jax.Array | None, **options: Any) -> jax.Array:
+def product(layer: Any, x: ArrayLike, w: NMSparse, bias: jax.Array | None, **options: Any) -> jax.Array:
     """``act(x W + bias)`` in the dtype that x, values and bias promote to."""
 
     def promote(*arrays):

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.typing import ArrayLike
 
 from jax_nmsparse.pruning.selection import score_dtype
 
@@ -48,7 +49,7 @@ class Statistics:
     gram: jax.Array | None = None
 
     @classmethod
-    def from_inputs(cls, x: jax.Array, *, where: jax.Array | None = None, gram: bool = True) -> Statistics:
+    def from_inputs(cls, x: jax.Array, *, where: ArrayLike | None = None, gram: bool = True) -> Statistics:
         """Counts a first batch.
 
         Args:
@@ -73,7 +74,7 @@ class Statistics:
                 ) from None
         return _sums(x, where, gram)
 
-    def update(self, x: jax.Array, *, where: jax.Array | None = None) -> Statistics:
+    def update(self, x: jax.Array, *, where: ArrayLike | None = None) -> Statistics:
         """Counts another batch; arguments as in `from_inputs`."""
         if x.ndim < 1 or x.shape[-1] != self.squares.shape[-1]:
             raise ValueError(
@@ -213,7 +214,8 @@ class _Recorder:
         if not self._include.search(path):
             return
         axes = getattr(module, "axis", -1)
-        axes = [axis % x.ndim for axis in (axes if isinstance(axes, (tuple, list)) else (axes,))]
+        # Ascending, as Flax contracts them whatever their order.
+        axes = sorted(axis % x.ndim for axis in (axes if isinstance(axes, (tuple, list)) else (axes,)))
         rows = [axis for axis in range(x.ndim) if axis not in axes]
         x = x.transpose(*rows, *axes).reshape(*(x.shape[a] for a in rows), math.prod(x.shape[a] for a in axes))
         where = self._where
@@ -258,8 +260,11 @@ class _Recorder:
             for layer in self._layers if paths else ():
                 if issubclass(layer, nnx.Module):
                     own = vars(layer).get("__call__")
-                    undo = (delattr, layer, "__call__") if own is None else (setattr, layer, "__call__", own)
-                    stack.callback(*undo)
-                    layer.__call__ = replacement(layer.__call__)
+                    inherited: Any = layer.__call__
+                    setattr(layer, "__call__", replacement(inherited))  # noqa: B010
+                    if own is None:
+                        stack.callback(delattr, layer, "__call__")
+                    else:
+                        stack.callback(setattr, layer, "__call__", own)
             stack.enter_context(nn.intercept_methods(intercept))
             yield

@@ -6,6 +6,7 @@ import operator
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jax_nmsparse.array import check_pattern
 from jax_nmsparse.layout import Layout
@@ -14,7 +15,7 @@ from jax_nmsparse.pruning.selection import score_dtype, unit_scores
 
 
 def find_permutation(
-    scores: jax.Array, pattern: NMPattern | str, *, steps: int = 500, key: jax.Array | None = None
+    scores: ArrayLike, pattern: NMPattern | str, *, steps: int = 500, key: jax.Array | None = None
 ) -> jax.Array:
     """An order of the input channels in which pruning keeps more score, by greedy swaps.
 
@@ -102,7 +103,10 @@ def _gains(a: jax.Array, b: jax.Array, n: int) -> jax.Array:
     """
     m = a.shape[1]
     position = jnp.arange(m)[:, None]
-    rank = sum(jnp.where(position > k, a[:, k : k + 1] >= a, a[:, k : k + 1] > a).astype(jnp.int32) for k in range(m))
+    rank = jnp.zeros(a.shape, jnp.int32)
+    for k in range(m):
+        other = a[:, k : k + 1]
+        rank += jnp.where(position > k, other >= a, other > a).astype(jnp.int32)
 
     def ranked(which: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(which, a, 0), axis=1, keepdims=True)

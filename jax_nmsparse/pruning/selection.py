@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -17,6 +19,9 @@ def score_dtype(*dtypes) -> jnp.dtype:
 def unit_scores(scores: jax.Array, layout: Layout) -> jax.Array:
     """Sums of the scores of every unit, padding lost to all others.
 
+    Where a sum might overflow, all scores of its window are scaled down by the same power of two, which keeps their
+    order: only scores that are infinite themselves tie with one another.
+
     Args:
       scores: float ``[..., in_features, out_features]``.
       layout: Of the weight.
@@ -25,10 +30,18 @@ def unit_scores(scores: jax.Array, layout: Layout) -> jax.Array:
       float ``[..., windows, out_blocks, window_units]``; -inf where a unit lies beyond in_features.
     """
     units = layout_lib.to_units(scores, layout)
-    unit = units[..., 0, 0] if layout.pattern.is_elementwise else jnp.sum(units, axis=(-2, -1))
+    unit = units[..., 0, 0] if layout.pattern.is_elementwise else jnp.sum(_scaled(units, layout), axis=(-2, -1))
     first_row = jnp.arange(layout.windows * layout.window_units) * layout.bk
     outside = (first_row >= layout.in_features).reshape(layout.windows, 1, layout.window_units)
     return jnp.where(outside, -jnp.inf, unit)
+
+
+def _scaled(units: jax.Array, layout: Layout) -> jax.Array:
+    size = layout.bk * layout.bn
+    magnitude = jnp.where(jnp.isfinite(units), jnp.abs(units), 0)
+    largest = jnp.max(magnitude, axis=(-3, -2, -1), keepdims=True)
+    limit = float(jnp.finfo(units.dtype).max) / size
+    return units * jnp.where(largest > limit, 2.0 ** -math.ceil(math.log2(size)), 1.0).astype(units.dtype)
 
 
 def spread(units: jax.Array, layout: Layout) -> jax.Array:

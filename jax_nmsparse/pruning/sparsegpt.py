@@ -137,8 +137,9 @@ def _prune_block(
 
         def fix_row(errors: jax.Array, args: tuple) -> tuple[jax.Array, jax.Array]:
             row, weight, kept, column, pivot = args
-            weight -= _dot(column, errors)
-            return errors.at[row].set(jnp.where(kept, 0, weight / pivot)), jnp.where(kept, weight, 0)
+            weight -= jnp.sum(column[:, None] * errors, axis=0)
+            error = jnp.where(kept, 0, weight / pivot)
+            return lax.dynamic_update_index_in_dim(errors, error, row, axis=0), jnp.where(kept, weight, 0)
 
         here, updated = lax.scan(
             fix_row,

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from jax_nmsparse.array import check_pattern
 from jax_nmsparse.layout import Layout
@@ -20,7 +21,7 @@ _SINKHORN_STEPS = 100
 _SHARPNESS = 30.0
 
 
-def transposable_mask(scores: jax.Array, pattern: NMPattern | str) -> jax.Array:
+def transposable_mask(scores: ArrayLike, pattern: NMPattern | str) -> jax.Array:
     """A mask with at most n kept units in every group of m along in_features *and* along out_features.
 
     The weight is cut into tiles of ``m x m`` units; in each, at most n units of every row and column are kept, and
