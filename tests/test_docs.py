@@ -30,11 +30,11 @@ def _anchors(page: pathlib.Path) -> set[str]:
     return {re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", title.lower()).strip()) for title in titles}
 
 
-@pytest.mark.parametrize(
-    "page",
-    [p for p in PAGES if _blocks(p) and p.name not in FRAGMENTS],
-    ids=lambda p: str(p.relative_to(DOCS).with_suffix("")),
-)
+def _path(page: pathlib.Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if _blocks(p) and p.name not in FRAGMENTS], ids=_path)
 def test_programs_run(page, monkeypatch, tmp_path):
     """One after the other in one namespace, as the page says."""
     monkeypatch.chdir(tmp_path)
@@ -50,7 +50,7 @@ def test_tutorials_have_programs():
     assert all(len(_blocks(p)) >= 4 for p in tutorials)
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda p: p.name)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=_path)
 def test_links(page):
     """Of files and headings; what the web has is not looked at."""
     text = _FENCE.sub("", page.read_text(encoding="utf-8"))
