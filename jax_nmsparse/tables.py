@@ -23,7 +23,7 @@ def _rich() -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows of text under a header; `str` gives plain text, and rich draws it.
+    """Rows of text under a header, without the columns that say nothing; `str` gives plain text, and rich draws it.
 
     Attributes:
       columns: Names. Columns whose name starts with "#" hold numbers: they are aligned to the right.
@@ -43,40 +43,64 @@ class Table:
     title: str = ""
     footer: Sequence[str] | None = None
 
+    def _shown(self) -> list[int]:
+        """The columns that say anything."""
+        return [i for i in range(len(self.columns)) if not self.rows or any(row[i] for row in self.rows)]
+
     def __str__(self) -> str:
+        shown, footer = self._shown(), [] if self.footer is None else [self.footer]
         names = [name.removeprefix("#") for name in self.columns]
-        lines = [names, *self.rows, *([] if self.footer is None else [self.footer])]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(names))]
+        lines = [[line[i] for i in shown] for line in (names, *self.rows, *footer)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        right = [self.columns[i].startswith("#") for i in shown]
 
         def text(line: Sequence[str]) -> str:
-            cells = zip(line, widths, self.columns, strict=True)
-            padded = (cell.rjust(w) if name.startswith("#") else cell.ljust(w) for cell, w, name in cells)
-            return "  ".join(padded).rstrip()
+            cells = zip(line, widths, right, strict=True)
+            return "  ".join(cell.rjust(w) if r else cell.ljust(w) for cell, w, r in cells).rstrip()
 
         return "\n".join([*([self.title] if self.title else []), *map(text, lines)])
 
     def __rich__(self) -> Any:
-        from rich.table import Table as RichTable  # noqa: PLC0415  (rich itself calls this)
+        import rich.box  # noqa: PLC0415  (rich itself calls this)
+        from rich.table import Table as RichTable  # noqa: PLC0415
+        from rich.text import Text  # noqa: PLC0415
 
-        table = RichTable(title=self.title or None, show_footer=self.footer is not None)
-        for i, name in enumerate(self.columns):
-            footer = "" if self.footer is None else self.footer[i]
-            justify = "right" if name.startswith("#") else "left"
-            # The first and the last column, names and notes, may be long.
-            wraps = i in (0, len(self.columns) - 1)
-            table.add_column(name.removeprefix("#"), footer, justify=justify, overflow="fold", no_wrap=not wraps)
+        table = RichTable(
+            title=Text(self.title) if self.title else None,
+            title_justify="left",
+            show_footer=self.footer is not None,
+            box=rich.box.SIMPLE_HEAD,
+            pad_edge=False,
+            padding=(0, 1, 0, 0),
+        )
+        cells = [[row[i] for row in self.rows] for i in range(len(self.columns))]
+        shown = self._shown()
+        # Names and notes, the first and the last column, are folded where the terminal is narrow.
+        for i in shown:
+            folds = i in (0, len(self.columns) - 1)
+            name = Text(self.columns[i].removeprefix("#").replace(" ", "\n"))
+            table.add_column(
+                name,
+                Text("" if self.footer is None else self.footer[i]),
+                justify="right" if self.columns[i].startswith("#") else "left",
+                overflow="fold",
+                no_wrap=not folds,
+                min_width=min(16, max(map(len, cells[i]), default=0)) if folds else None,
+            )
         for row in self.rows:
-            table.add_row(*(cell.replace("[", r"\[") for cell in row))
+            table.add_row(*(Text(row[i]) for i in shown))
         return table
 
 
 def show(what: Any) -> None:
-    """Prints to standard output, drawn by rich on a terminal, otherwise as plain text."""
+    """Prints to standard output: drawn by rich on a terminal that is wide enough, otherwise as plain text."""
     rich = _rich()
-    if rich is None or not sys.stdout.isatty():
+    console = None if rich is None or not sys.stdout.isatty() else rich.console.Console()
+    # Measured with room to spare, since a measure never exceeds the width that it is given.
+    if console is None or console.measure(what, options=console.options.update(width=1000)).minimum > console.width:
         print(what)
     else:
-        rich.console.Console().print(what)
+        console.print(what)
 
 
 def track(

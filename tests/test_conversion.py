@@ -1,5 +1,6 @@
 """`sparsify` and `densify` of whole models, linen and NNX."""
 
+import functools
 import gc
 import io
 from typing import Any
@@ -363,3 +364,18 @@ def test_tables_without_rich(monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines() == ["title", "a  b", "x  1"]
     assert list(tables.track("ab", "doing", 2)) == ["a", "b"]
     assert capsys.readouterr().err.splitlines() == ["doing 1/2: a", "doing 2/2: b"]
+
+
+@pytest.mark.parametrize("width", [50, 200])
+def test_tables_fit_the_terminal_or_are_plain(monkeypatch, width):
+    """Drawn where there is room; otherwise plain text, in which no column is cut off."""
+    rich_console = pytest.importorskip("rich.console")
+    stream = io.StringIO()
+    stream.isatty = lambda: True
+    monkeypatch.setattr("sys.stdout", stream)
+    monkeypatch.setattr(rich_console, "Console", functools.partial(rich_console.Console, width=width))
+    layer = LayerReport("a/long/path/of/a/layer", (4096, 14336), "16:32/1x128", "magnitude", "bfloat16", 10**9, 10**8)
+    tables.show(Report((layer,)))
+    text = stream.getvalue()
+    assert "100.0 MB" in text and "magnitude" in text
+    assert ("─" in text) == (width == 200)

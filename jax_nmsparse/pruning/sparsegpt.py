@@ -145,7 +145,7 @@ def _prune_block(
             fix_row,
             jnp.zeros_like(rows),
             (jnp.arange(group), current, elements, within.T, pivots),
-            unroll=min(group, 8),
+            unroll=min(group, 4),
         )
         return lax.dynamic_update_slice_in_dim(errors, here, index * group, axis=0), (updated, keep)
 
