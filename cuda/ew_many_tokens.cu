@@ -64,7 +64,7 @@ cudaError_t LaunchTiles(const Problem& problem, int multiprocessors, cudaStream_
   a.output.result = problem.result;
   a.steps = static_cast<int32_t>(CeilDiv(g.windows, C::kWindows));
   a.slots = std::min<int>(C::kMaxSlots, (kSharedBytes - C::kFixedBytes) / C::StageBytes(g.q));
-  if (!OrderTiles(g, C::kOut, C::kTokens, kTokenGroup, &a.order)) return cudaErrorNotSupported;
+  if (!OrderTiles(g, C::kClusterOut, C::kTokens, kTokenGroup, &a.order)) return cudaErrorNotSupported;
   cudaError_t error = cudaSuccess;
   if (C::kForm == Form::kSparse24) {
     error = EncodeTensorMap(ValuesMap(problem, C::kOut, C::kWindows), &a.values);
@@ -82,8 +82,17 @@ cudaError_t LaunchTiles(const Problem& problem, int multiprocessors, cudaStream_
   const int bytes = a.slots * C::StageBytes(g.q) + C::kFixedBytes;
   error = cudaFuncSetAttribute(ManyTokens<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
-  ManyTokens<C><<<std::min(a.order.tiles, multiprocessors), C::kThreads, bytes, stream>>>(a);
-  return cudaGetLastError();
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {C::kCluster, 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = C::kCluster * std::min(a.order.tiles, multiprocessors / C::kCluster);
+  config.blockDim = C::kThreads;
+  config.dynamicSmemBytes = bytes;
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, ManyTokens<C>, a);
 }
 
 // The wide tile unless twice as many narrow ones fill the multiprocessors so much better that they end earlier.
@@ -102,7 +111,7 @@ cudaError_t LaunchForm(const Problem& problem, cudaStream_t stream) {
   if (major != 9 || minor != 0) return cudaErrorNotSupported;  // wgmma exists there alone
   if (g.batch == 0 || g.tokens == 0 || g.out_features == 0) return cudaSuccess;
   const auto rounds = [&](int tokens) {
-    return CeilDiv(g.batch * CeilDiv(g.out_features, 128) * CeilDiv(g.tokens, tokens), multiprocessors);
+    return CeilDiv(g.batch * CeilDiv(g.out_features, 256) * CeilDiv(g.tokens, tokens), multiprocessors / 2);
   };
   constexpr double kNarrow = 0.65;  // time of a narrow tile over that of a wide one (measured)
   return static_cast<double>(rounds(256)) <= kNarrow * static_cast<double>(rounds(128))

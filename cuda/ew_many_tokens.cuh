@@ -42,6 +42,8 @@ struct ManyConfig {
   static constexpr int kTokens = kTokens_;
   static constexpr Form kForm = kForm_;
   static constexpr int kOut = 128;
+  static constexpr int kCluster = 2;  // blocks that share x: each copies a part of it to all
+  static constexpr int kClusterOut = kCluster * kOut;
   static constexpr int kConsumers = 2;
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroupSize;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
@@ -49,6 +51,7 @@ struct ManyConfig {
   static constexpr int kWindows = 2;  // of a stage
   static constexpr int kLines = kWindows * kWindow;
   static constexpr int kInputBytes = kTokens / kChunk * kLines * kLineBytes;  // of a stage
+  static constexpr int kChunksPerBlock = kTokens / kChunk / kCluster;
   static constexpr int kMaxSlots = 8;
   using Output = TileOutput<kTokens, 2>;
   static constexpr int kFixedBytes = kConsumers * Output::kBytes + 2 * kMaxSlots * 8;
@@ -72,6 +75,22 @@ struct ManyArguments {
   int32_t steps;  // stages of a tile
   int32_t slots;
 };
+
+// Tiles go to clusters, their halves to the blocks.
+template <class C>
+__device__ __forceinline__ Tile TileOfBlock(const ManyArguments& a, int32_t index) {
+  Tile tile = a.order.At<C::kClusterOut, C::kTokens>(index);
+  tile.out += static_cast<int32_t>(ClusterRank()) * C::kOut;
+  return tile;
+}
+template <class C>
+__device__ __forceinline__ int32_t FirstTile() {
+  return blockIdx.x / C::kCluster;
+}
+template <class C>
+__device__ __forceinline__ int32_t TileStride() {
+  return gridDim.x / C::kCluster;
+}
 
 template <class C>
 struct ManyShared {
@@ -121,7 +140,7 @@ class MaskStream {
       columns_ = 0;
       return;
     }
-    const Tile tile = a_.order.At<C::kOut, C::kTokens>(index_);
+    const Tile tile = TileOfBlock<C>(a_, index_);
     const int lane = threadIdx.x % kWarpSize;
     window_ = C::kForm == Form::kSparse24 ? lane % 4 / 2 : 0;
     const int column = tile.out + first_column_ + lane / 4;
@@ -141,14 +160,14 @@ class MaskStream {
     next_ += C::kWindows * g.out_features;
     window_ += C::kWindows;
     if (++step_ == a_.steps) {
-      index_ += gridDim.x;
+      index_ += TileStride<C>();
       StartTile();
     }
   }
 
   const ManyArguments& a_;
   const int first_column_;
-  int index_ = blockIdx.x, step_ = 0, window_ = 0;
+  int index_ = FirstTile<C>(), step_ = 0, window_ = 0;
   int columns_ = 0;  // from this lane's first column to the last of the weight; not positive where there is none
   const uint32_t* next_ = nullptr;
   uint32_t ahead_[kAhead][kWords];
@@ -187,7 +206,7 @@ class ManyConsumer {
 
  private:
   __device__ void Release(int slot) {
-    if (lane_ == 0) BarrierArrive(shared_.Empty(slot));
+    if (lane_ < C::kCluster) BarrierArriveAt(shared_.Empty(slot), lane_);
   }
 
   __device__ void ReduceSparse(float (&d)[kTokens / 2]) {
@@ -289,10 +308,12 @@ class ManyConsumer {
 template <class C>
 __device__ void Produce(const ManyArguments& a, const ManyShared<C>& shared) {
   const Geometry& g = a.output.geometry;
+  constexpr uint16_t kAll = (1 << C::kCluster) - 1;
+  const int first_chunk = static_cast<int>(ClusterRank()) * C::kChunksPerBlock;
   RingPosition at;
-  for (int index = blockIdx.x; index < a.order.tiles; index += gridDim.x) {
-    const Tile tile = a.order.At<C::kOut, C::kTokens>(index);
-    const int columns = static_cast<int>(min(int64_t{C::kOut}, g.out_features - tile.out));
+  for (int index = FirstTile<C>(); index < a.order.tiles; index += TileStride<C>()) {
+    const Tile tile = TileOfBlock<C>(a, index);
+    const int columns = static_cast<int>(max(int64_t{0}, min(int64_t{C::kOut}, g.out_features - tile.out)));
     for (int step = 0; step < a.steps; ++step, at.Advance(a.slots)) {
       const int window = step * C::kWindows;
       BarrierWait(shared.Empty(at.slot), at.parity ^ 1);
@@ -306,18 +327,19 @@ __device__ void Produce(const ManyArguments& a, const ManyShared<C>& shared) {
         BarrierArriveExpect(full, windows * bytes + C::kInputBytes);
         const char* from = static_cast<const char*>(a.values_data) +
                            ((tile.batch * g.windows + window) * g.out_features + tile.out) * g.q * 2;
-        for (int w = 0; w < windows; ++w) {
+        for (int w = 0; w < windows && columns > 0; ++w) {
           LoadBytes(shared.Values(at.slot) + w * C::kOut * g.q * 2, from + w * g.out_features * g.q * 2, full, bytes);
         }
       }
 #pragma unroll
-      for (int chunk = 0; chunk < C::kTokens / kChunk; ++chunk) {
+      for (int i = 0; i < C::kChunksPerBlock; ++i) {
+        const int chunk = first_chunk + i;
         const uint32_t to = shared.Inputs(at.slot) + chunk * C::kLines * kLineBytes;
         const int token = tile.token + chunk * kChunk;
         if constexpr (C::kForm == Form::kSparse24) {
-          LoadBox(to, &a.x, full, token, window * C::kWindow, tile.batch);
+          LoadBoxMulticast(to, &a.x, full, kAll, token, window * C::kWindow, tile.batch);
         } else {
-          LoadBox(to, &a.x, full, token, 0, 0, 0, static_cast<int>(tile.batch * g.windows) + window);
+          LoadBoxMulticast(to, &a.x, full, kAll, token, 0, 0, 0, static_cast<int>(tile.batch * g.windows) + window);
         }
       }
     }
@@ -332,7 +354,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) ManyTokens(const __grid_consta
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < a.slots; ++slot) {
       BarrierInit(shared.Full(slot), 1);
-      BarrierInit(shared.Empty(slot), C::kConsumers * 4);
+      BarrierInit(shared.Empty(slot), C::kCluster * C::kConsumers * 4);
     }
     BarrierInitFence();
   }
@@ -343,7 +365,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) ManyTokens(const __grid_consta
       *reinterpret_cast<uint32_t*>(storage + at) = 0;
     }
   }
-  __syncthreads();
+  ClusterBarrier();
 
   const int warpgroup = threadIdx.x / kWarpgroupSize;
   if (warpgroup == C::kConsumers) {
@@ -352,11 +374,12 @@ __global__ void __launch_bounds__(C::kThreads, 1) ManyTokens(const __grid_consta
   } else {
     ClaimRegisters<C::kConsumerRegisters>();
     ManyConsumer<C> consumer(a, shared, warpgroup);
-    for (int index = blockIdx.x; index < a.order.tiles; index += gridDim.x) {
-      consumer.Run(a.order.At<C::kOut, C::kTokens>(index));
+    for (int index = FirstTile<C>(); index < a.order.tiles; index += TileStride<C>()) {
+      consumer.Run(TileOfBlock<C>(a, index));
     }
     consumer.Finish();
   }
+  ClusterBarrier();  // nobody copies into or arrives in a block that has ended
 }
 
 }  // namespace nmsparse::cuda::ew
