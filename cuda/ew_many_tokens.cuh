@@ -209,27 +209,40 @@ class ManyConsumer {
     if (lane_ < C::kCluster) BarrierArriveAt(shared_.Empty(slot), lane_);
   }
 
-  __device__ void ReduceSparse(float (&d)[kTokens / 2]) {
+  // One stage. The tensor cores read the register of `metadata` until the products have ended, which the compiler does
+  // not know: it is named once more, after the wait for the stage that follows, and two registers take turns.
+  __device__ void MultiplySparse(float (&d)[kTokens / 2], int step, uint32_t& metadata, uint32_t& before) {
     const uint32_t halves = lane_ % 2 == 0 ? 0x5410u : 0x7632u;  // groups 0..3 or 4..7 of two mask words
-    int pending = -1;
-    for (int step = 0; step < a_.steps; ++step, at_.Advance(a_.slots)) {
-      uint32_t words[2];
-      masks_.Take(words);
-      const uint32_t metadata = Metadata(__byte_perm(words[0], words[1], halves));
-      BarrierWait(shared_.Full(at_.slot), at_.parity);
-      const uint64_t weights = SparseDescriptor(shared_.Values(at_.slot) + first_column_ * kSparseRowBytes);
-      const uint64_t inputs = MmaDescriptor(shared_.Inputs(at_.slot), kChunkBytes);
-      MmaFence();
-      MmaSparse<T, kTokens, 0>(d, weights, inputs, metadata, step);
-      MmaSparse<T, kTokens, 1>(d, weights + C::kOut * kSparseRowBytes / 16, inputs + C::kWindow * kLineBytes / 16,
-                               metadata, 1);
-      MmaCommit();
-      MmaWait<1>();
-      if (pending >= 0) Release(pending);
-      pending = at_.slot;
+    uint32_t words[2];
+    masks_.Take(words);
+    metadata = Metadata(__byte_perm(words[0], words[1], halves));
+    BarrierWait(shared_.Full(at_.slot), at_.parity);
+    const uint64_t weights = SparseDescriptor(shared_.Values(at_.slot) + first_column_ * kSparseRowBytes);
+    const uint64_t inputs = MmaDescriptor(shared_.Inputs(at_.slot), kChunkBytes);
+    MmaFence();
+    MmaSparse<T, kTokens, 0>(d, weights, inputs, metadata, step);
+    MmaSparse<T, kTokens, 1>(d, weights + C::kOut * kSparseRowBytes / 16, inputs + C::kWindow * kLineBytes / 16,
+                             metadata, 1);
+    MmaCommit();
+    MmaWait<1>();
+    KeepRegister(before);
+    if (step > 0) Release(pending_);
+    pending_ = at_.slot;
+    at_.Advance(a_.slots);
+  }
+
+  __device__ void ReduceSparse(float (&d)[kTokens / 2]) {
+    uint32_t even = 0, odd = 0;
+    int step = 0;
+    for (; step + 1 < a_.steps; step += 2) {
+      MultiplySparse(d, step, even, odd);
+      MultiplySparse(d, step + 1, odd, even);
     }
+    if (step < a_.steps) MultiplySparse(d, step, even, odd);
     MmaWait<0>();
-    Release(pending);
+    KeepRegister(even);
+    KeepRegister(odd);
+    Release(pending_);
   }
 
   // Four rows of one column: the kept ones lie at the shared-memory address `from` on, `kept` are their mask bits.
@@ -275,7 +288,6 @@ class ManyConsumer {
   __device__ void ReduceExpanded(float (&d)[kTokens / 2]) {
     const int values_per_window = C::kOut * shared_.q * 2;
     uint32_t first[2][4], second[2][4];
-    int pending = -1;
     for (int step = 0; step < a_.steps; ++step, at_.Advance(a_.slots)) {
       uint32_t words[4];
       masks_.Take(words);
@@ -285,14 +297,14 @@ class ManyConsumer {
       ExpandWindow(values, {words[0], words[2]}, first);
       MultiplyWindow(d, first, 0, step);
       MmaWait<1>();  // so are `second` and the slot before
-      if (pending >= 0) Release(pending);
-      pending = at_.slot;
+      if (step > 0) Release(pending_);
+      pending_ = at_.slot;
       // A window beyond the last has no bits: zeros times zeros. (A branch here would serialise the products.)
       ExpandWindow(values + values_per_window, {words[1], words[3]}, second);
       MultiplyWindow(d, second, 1, 1);
     }
     MmaWait<0>();
-    Release(pending);
+    Release(pending_);
   }
 
   const ManyArguments& a_;
@@ -300,6 +312,7 @@ class ManyConsumer {
   const int first_column_, lane_;
   uint32_t row_offset_, below_;
   RingPosition at_;
+  int pending_ = 0;  // slot whose products may still run
   MaskStream<C> masks_;
   typename C::Output output_;
 };

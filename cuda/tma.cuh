@@ -79,9 +79,14 @@ __device__ __forceinline__ void ClusterBarrier() {
 __device__ __forceinline__ void BarrierArriveAt(uint32_t barrier, uint32_t rank) {
   asm volatile(
       "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;"
-      " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote]; }" ::"r"(barrier),
+      " mbarrier.arrive.shared::cluster.b64 _, [remote]; }" ::"r"(barrier),
       "r"(rank)
       : "memory");
+}
+
+// Arrives at barrier `id` without waiting: others wait for it by NamedBarrier of the same number of threads.
+__device__ __forceinline__ void NamedBarrierArrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // One position of a ring of shared-memory slots and the parity of its current round.

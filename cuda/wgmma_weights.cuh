@@ -52,7 +52,11 @@ __device__ __forceinline__ uint64_t SparseDescriptor(uint32_t address) {
                : __VA_ARGS__                                                                                       \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_descriptor), "r"(accumulate))
 
-// d = a b (+ d where `accumulate` is not 0) over 32 k. Asynchronous: fence before, commit and wait after.
+// Keeps a value in its register up to here.
+__device__ __forceinline__ void KeepRegister(uint32_t& value) { asm volatile("" : "+r"(value)); }
+
+// d = a b (+ d where `accumulate` is not 0) over 32 k. Asynchronous: fence before, commit and wait after. The register
+// of `metadata` is read until then: KeepRegister it after the wait.
 template <class T, int kN, int kSelector>
 __device__ __forceinline__ void MmaSparse(float (&d)[kN / 2], uint64_t a_descriptor, uint64_t b_descriptor,
                                           uint32_t metadata, int accumulate) {

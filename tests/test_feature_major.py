@@ -1,8 +1,8 @@
 """Feature-major kernels inside a model: activations stay [features, tokens] in memory from one call to the next.
 
 Without a GPU the lowered program shows what each call asks of XLA (operand and result layouts) and that nothing else
-orders memory; on a GPU the compiled one shows that XLA then transposes where row-major data enter and leave, and nowhere
-in between.
+orders memory; on a GPU the compiled one shows that XLA transposes where row-major data enter and leave, and nowhere in
+between.
 """
 
 import dataclasses
@@ -87,7 +87,7 @@ def _arguments(rng, wrap, pattern):
 @pytest.mark.parametrize("pattern", KERNELS)
 @pytest.mark.parametrize("model", MODELS)
 def test_every_call_of_a_model_asks_for_feature_major_activations(rng, hopper, model, pattern):
-    """The program itself moves nothing: the layouts of the calls are all that is asked, so XLA may choose in between."""
+    """The program itself moves nothing: the layouts of the calls are all that it asks, so XLA may choose in between."""
     wrap, block, calls = MODELS[model]
     arguments = jax.eval_shape(lambda: _arguments(np.random.default_rng(0), wrap, pattern))
     with dispatch.only_kernel(KERNELS[pattern]):
