@@ -341,7 +341,7 @@ __device__ void Produce(const ManyArguments& a, const ManyShared<C>& shared) {
         const char* from = static_cast<const char*>(a.values_data) +
                            ((tile.batch * g.windows + window) * g.out_features + tile.out) * g.q * 2;
         for (int w = 0; w < windows && columns > 0; ++w) {
-          LoadBytes(shared.Values(at.slot) + w * C::kOut * g.q * 2, from + w * g.out_features * g.q * 2, full, bytes);
+          LoadBytes(shared.Values(at.slot) + w * C::kOut * g.q * 2, from + w * g.out_features * g.q * 2, bytes, full);
         }
       }
 #pragma unroll

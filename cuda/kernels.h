@@ -35,6 +35,18 @@ cudaError_t SimpleSddmm(const Problem& problem, cudaStream_t stream);
 // Feature-major: problem.x holds [batch, in_features, tokens] and the result [batch, out_features, tokens].
 cudaError_t BlockWgmmaSpmm(const Problem& problem, cudaStream_t stream);
 
+// Gradients on sm_90 alone, feature-major, of vector- and block-wise weights and of element-wise ones.
+// block_t_many_tokens.cu: by x; g and the result are [batch, features, tokens]. sddmm_wgmma.cu: by the values; x and g
+// are, the result is plain.
+cudaError_t BlockWgmmaSpmmT(const Problem& problem, cudaStream_t stream);
+cudaError_t EwWgmmaSpmmT(const Problem& problem, cudaStream_t stream);
+cudaError_t BlockWgmmaSddmm(const Problem& problem, cudaStream_t stream);
+cudaError_t EwWgmmaSddmm(const Problem& problem, cudaStream_t stream);
+
+// block_fma.cu: vector- and block-wise weights of bn a multiple of 32, float32 on CUDA cores, many tokens.
+// Feature-major.
+cudaError_t BlockFmaSpmm(const Problem& problem, cudaStream_t stream);
+
 // block_few_tokens.cu: 1 to 128 tokens, bfloat16 or float16, bn a multiple of 16, on tensor cores.
 // block_simt.cu: few tokens, float32 arithmetic, any block and weight dtype but int8 activations.
 // few_tokens_t.cu: the transposed product for few tokens, every pattern and block.
@@ -66,16 +78,23 @@ inline constexpr Kernel kSpmmKernels[] = {
     {"block_wgmma", BlockWgmmaSpmm, true},
     {"ew_wgmma_sparse24", EwWgmmaSparse24, true},
     {"ew_wgmma", EwWgmma, true},
+    {"block_fma", BlockFmaSpmm, true},
 };
 
 inline constexpr Kernel kSpmmTKernels[] = {
     {"simple", SimpleSpmmT},
     {"few_t", FewTokensSpmmT},
     {"block_t_mma", BlockMmaSpmmT},
+    // Feature-major:
+    {"block_t_wgmma", BlockWgmmaSpmmT, true},
+    {"ew_t_wgmma", EwWgmmaSpmmT, true},
 };
 
 inline constexpr Kernel kSddmmKernels[] = {
     {"simple", SimpleSddmm},
+    // Feature-major:
+    {"block_sddmm_wgmma", BlockWgmmaSddmm, true},
+    {"ew_sddmm_wgmma", EwWgmmaSddmm, true},
 };
 
 }  // namespace nmsparse::cuda

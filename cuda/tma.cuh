@@ -84,6 +84,13 @@ __device__ __forceinline__ void BarrierArriveAt(uint32_t barrier, uint32_t rank)
       : "memory");
 }
 
+// The shared-memory address in block `rank` of the cluster that is `address` here.
+__device__ __forceinline__ uint32_t Elsewhere(uint32_t address, int rank) {
+  uint32_t mapped;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
+  return mapped;
+}
+
 // Arrives at barrier `id` without waiting: others wait for it by NamedBarrier of the same number of threads.
 __device__ __forceinline__ void NamedBarrierArrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -138,8 +145,8 @@ __device__ __forceinline__ void LoadBox(uint32_t to, const CUtensorMap* map, uin
 __device__ __forceinline__ void LoadBox(uint32_t to, const CUtensorMap* map, uint32_t barrier, int c0, int c1, int c2,
                                         int c3) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::
-          "r"(to),
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+      "[%2];" ::"r"(to),
       "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
 }
@@ -169,10 +176,10 @@ __device__ __forceinline__ void LoadBoxMulticast(uint32_t to, const CUtensorMap*
       "l"(map), "r"(barrier), "h"(blocks), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
       : "memory");
 }
-// `bytes` consecutive bytes of global memory; addresses and size are multiples of 16.
-__device__ __forceinline__ void LoadBytes(uint32_t to, const void* from, uint32_t barrier, uint32_t bytes) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %3, [%2];" ::"r"(to),
-               "l"(from), "r"(barrier), "r"(bytes)
+// A run of global memory -> shared memory: addresses and size are multiples of 16 bytes.
+__device__ __forceinline__ void LoadBytes(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
 }
 // Shared memory -> box at (c0, c1, c2); elements outside the tensor are not written.
@@ -226,10 +233,9 @@ inline cudaError_t EncodeTensorMap(const TensorMapSpec& spec, CUtensorMap* map) 
   cuuint64_t sizes[5], strides[4];
   for (int i = 0; i < spec.axes; ++i) sizes[i] = spec.sizes[i];
   for (int i = 0; i + 1 < spec.axes; ++i) strides[i] = spec.strides[i];
-  const CUresult result =
-      encode(map, spec.dtype, static_cast<cuuint32_t>(spec.axes), const_cast<void*>(spec.data), sizes, strides,
-             spec.box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, spec.swizzle,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encode(map, spec.dtype, static_cast<cuuint32_t>(spec.axes), const_cast<void*>(spec.data),
+                                 sizes, strides, spec.box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, spec.swizzle,
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 

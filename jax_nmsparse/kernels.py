@@ -58,8 +58,8 @@ class Kernel:
       summary: What it is, for `explain`.
       rejects: Why it cannot run a call, or None.
       workspace: Bytes of workspace that a call needs.
-      feature_major: Whether it takes x and gives the result with features before tokens in memory; XLA transposes where
-        its neighbours do not.
+      feature_major: Whether it takes x and g and gives y and dx with features before tokens in memory; XLA transposes
+        where its neighbours do not. Values and their gradient have one order for all kernels.
       capability: The only compute capability that it has code for, or None.
     """
 
@@ -207,6 +207,57 @@ def _ew_wgmma(call: Call) -> str | None:
     return _ew_many_tokens(call)
 
 
+def _block_fma(call: Call) -> str | None:
+    layout = call.layout
+    if layout.window_units > 32:
+        return f"takes windows of up to 32 units, not {layout.window_units}"
+    if layout.bn % 32:
+        return f"takes blocks whose columns are a multiple of 32, not {layout.bn}"
+    if call.tokens % 4:
+        return f"takes tokens in multiples of 4, not {call.tokens}"
+    return _dtypes(call, frozenset({("float32", "float32")}), ("float32",))
+
+
+def _gradient_tokens(call: Call) -> str | None:
+    """What the feature-major kernels of both gradients ask of tokens and dtypes."""
+    if call.tokens % 8 or not call.tokens:
+        return f"takes tokens in multiples of 8, not {call.tokens}"
+    return _dtypes(call, _SAME_HALVES, _FLOATS)
+
+
+def _block_t_wgmma(call: Call) -> str | None:
+    layout = call.layout
+    if layout.window_units > 32:
+        return f"takes windows of up to 32 units, not {layout.window_units}"
+    if layout.bk != 1 and layout.bk % 64:
+        return f"takes blocks of 1 row or a multiple of 64, not {layout.bk}"
+    if layout.bn % 64:
+        return f"takes blocks whose columns are a multiple of 64, not {layout.bn}"
+    return _gradient_tokens(call)
+
+
+def _ew_t_wgmma(call: Call) -> str | None:
+    if call.layout.out_features % 8:
+        return f"takes out_features in multiples of 8, not {call.layout.out_features}"
+    return _ew_sddmm_wgmma(call)
+
+
+def _block_sddmm_wgmma(call: Call) -> str | None:
+    layout = call.layout
+    if layout.window_units > 32:
+        return f"takes windows of up to 32 units, not {layout.window_units}"
+    if layout.bn % 64:
+        return f"takes blocks whose columns are a multiple of 64, not {layout.bn}"
+    return _gradient_tokens(call)
+
+
+def _ew_sddmm_wgmma(call: Call) -> str | None:
+    layout = call.layout
+    if not layout.pattern.is_elementwise or layout.window_units != 32:
+        return f"takes element-wise patterns with m dividing 32, not {layout.pattern}"
+    return _gradient_tokens(call)
+
+
 def _few_t(call: Call) -> str | None:
     return _dtypes(call, _SAME | _WEIGHT_ONLY) or _tile(call, 1, 64)
 
@@ -256,8 +307,52 @@ KERNELS: tuple[Kernel, ...] = (
         feature_major=True,
         capability="9.0",
     ),
+    Kernel(
+        "block_fma",
+        "cuda",
+        ("spmm",),
+        "vector- and block-wise in full float32, many tokens, on CUDA cores, feature-major",
+        _block_fma,
+        feature_major=True,
+    ),
     Kernel("block_mma", "cuda", ("spmm",), "vector- and block-wise on tensor cores, few tokens", _block_mma),
     Kernel("block_simt", "cuda", ("spmm",), "few tokens of any block, on CUDA cores", _block_simt),
+    Kernel(
+        "block_t_wgmma",
+        "cuda",
+        ("spmm_t",),
+        "transposed, vector- and block-wise on Hopper's tensor cores, many tokens, feature-major",
+        _block_t_wgmma,
+        feature_major=True,
+        capability="9.0",
+    ),
+    Kernel(
+        "ew_t_wgmma",
+        "cuda",
+        ("spmm_t",),
+        "transposed, element-wise, expanded to registers of a dense product on Hopper's tensor cores, feature-major",
+        _ew_t_wgmma,
+        feature_major=True,
+        capability="9.0",
+    ),
+    Kernel(
+        "block_sddmm_wgmma",
+        "cuda",
+        ("sddmm",),
+        "gradient by vector- and block-wise values on Hopper's tensor cores, many tokens, feature-major",
+        _block_sddmm_wgmma,
+        feature_major=True,
+        capability="9.0",
+    ),
+    Kernel(
+        "ew_sddmm_wgmma",
+        "cuda",
+        ("sddmm",),
+        "gradient by element-wise values: a dense product on Hopper's tensor cores, its kept elements written",
+        _ew_sddmm_wgmma,
+        feature_major=True,
+        capability="9.0",
+    ),
     Kernel("block_t_mma", "cuda", ("spmm_t",), "transposed, vector-wise on tensor cores, few tokens", _block_t_mma),
     Kernel("few_t", "cuda", ("spmm_t",), "transposed, few tokens of any pattern, on CUDA cores", _few_t),
     Kernel("simple", "cuda", _OPS, "tiles of any pattern and size, float32 arithmetic on CUDA cores", _simple),

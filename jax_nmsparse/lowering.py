@@ -104,9 +104,12 @@ def _native(op: str, kernel: Kernel, call: Call, activation: str | None):
         operands = [jnp.zeros((0,), jnp.float32) if o is None else o for o in operands]
         layouts = {}
         if kernel.feature_major:
-            # [batch, tokens, features] with tokens innermost in memory; the rest as it is.
-            layouts["input_layouts"] = [(0, 2, 1), *(tuple(range(o.ndim)) for o in operands[1:])]
-            layouts["output_layouts"] = [(0, 2, 1), (0,)]
+            # x, g, y and dx are [batch, tokens, features] with tokens innermost in memory; the rest as it is.
+            orders = [tuple(range(o.ndim)) for o in operands]
+            activations = 2 if op == "sddmm" else 1
+            layouts["input_layouts"] = [(0, 2, 1)] * activations + orders[activations:]
+            dv = tuple(range(len(shape)))
+            layouts["output_layouts"] = [dv if op == "sddmm" else (0, 2, 1), (0,)]
         return jax.ffi.ffi_call(target, results, **layouts)(*operands, **attributes)[0]
 
     return run

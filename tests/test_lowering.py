@@ -68,6 +68,36 @@ def test_lowers_for_cuda_on_a_machine_without_a_gpu(op, implementation):
             assert f'kernel = "{choice.kernel.name}"' in text
 
 
+_ACTIVATIONS, _VALUES = "1, 2, 0", "5, 4, 3, 2, 1, 0"
+
+
+@pytest.mark.parametrize(
+    ("op", "kernel", "pattern", "operands", "result"),
+    [
+        ("spmm", "block_wgmma", "8:32/1x128", [_ACTIVATIONS, _VALUES], _ACTIVATIONS),
+        ("spmm", "block_fma", "8:32/1x32", [_ACTIVATIONS, _VALUES], _ACTIVATIONS),
+        ("spmm_t", "block_t_wgmma", "8:32/1x128", [_ACTIVATIONS, _VALUES], _ACTIVATIONS),
+        ("spmm_t", "ew_t_wgmma", "2:4", [_ACTIVATIONS, _VALUES], _ACTIVATIONS),
+        ("sddmm", "block_sddmm_wgmma", "8:32/1x128", [_ACTIVATIONS, _ACTIVATIONS], _VALUES),
+        ("sddmm", "ew_sddmm_wgmma", "2:4", [_ACTIVATIONS, _ACTIVATIONS], _VALUES),
+    ],
+)
+def test_feature_major_kernels_ask_for_activations_with_tokens_innermost(
+    monkeypatch, op, kernel, pattern, operands, result
+):
+    """Layouts, minor axis first, of [batch, tokens, features] and of [batch, windows, out_blocks, q, bk, bn]."""
+    monkeypatch.setitem(native.MODULES, "cuda", native.NativeModule("cuda", frozenset(), None))
+    monkeypatch.setattr(native, "cuda_capability", lambda: "9.0")
+    dtype = jnp.float32 if kernel == "block_fma" else jnp.bfloat16
+    with dispatch.only_kernel(kernel):
+        text = _lower(op, _structs(256, 256, 128, pattern, dtype), "cuda", implementation="cuda")
+    (call,) = [line for line in text.splitlines() if f"@{target_name(op, 'cuda')}(" in line]
+    layouts = re.findall(r"(operand_layouts|result_layouts) = \[(.*?)\] *[,}]", call)
+    asked = {name: re.findall(r"dense<\[?([\d, ]+)\]?>", listed) for name, listed in layouts}
+    assert asked["operand_layouts"][:2] == operands
+    assert asked["result_layouts"][0] == result
+
+
 @needs_cpu
 @pytest.mark.parametrize("op", OPS)
 def test_the_cpu_kernel_is_called(op):

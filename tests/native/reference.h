@@ -172,8 +172,9 @@ inline constexpr Pattern kPatterns[] = {
     {16, 32, 1, 128}, {3, 32, 1, 3},    {16, 32, 4, 4}, {8, 32, 8, 8},   {16, 32, 32, 32},
     {8, 32, 64, 64},  {16, 32, 16, 16}, {3, 7, 3, 5},   {2, 4, 40, 1},   {20, 64, 2, 16},
 };
-inline constexpr Pattern kWidePatterns[] = {{16, 32, 1, 128}, {3, 32, 1, 128}, {5, 20, 1, 64},  {9, 32, 4, 128},
-                                            {8, 32, 8, 64},   {3, 32, 16, 64}, {8, 32, 64, 64}, {5, 32, 128, 128}};
+inline constexpr Pattern kWidePatterns[] = {{16, 32, 1, 128},  {3, 32, 1, 128}, {8, 32, 1, 192}, {5, 20, 1, 64},
+                                            {9, 32, 4, 128},   {8, 32, 8, 64},  {3, 32, 16, 64}, {8, 32, 64, 64},
+                                            {5, 32, 128, 128}, {2, 8, 64, 128}, {24, 32, 1, 64}, {8, 32, 1, 32}};
 inline constexpr Pattern kWideElementwise[] = {{16, 32, 1, 1}, {8, 32, 1, 1},  {3, 32, 1, 1}, {1, 32, 1, 1},
                                                {13, 32, 1, 1}, {32, 32, 1, 1}, {4, 32, 1, 1}, {16, 32, 1, 1}};
 inline constexpr DType kFloats[] = {DType::kF32, DType::kBF16, DType::kF16};
@@ -256,12 +257,14 @@ inline std::vector<Case> Problems(Op op, bool quick) {
     fill(c);
     if (quick) break;
   }
-  // What the feature-major kernels take: 16-bit data, wide columns, whole 16-byte runs of tokens, aligned buffers. The
-  // last is large enough for the largest tiles.
+  // What the feature-major kernels take: 16-bit data (float32 in spmm, too), wide columns, whole 16-byte runs of
+  // tokens, aligned buffers. Of the first pattern also with tokens enough for the largest tiles of spmm, and for sddmm
+  // to share them among blocks.
   for (const Pattern& pattern : kWidePatterns) {
-    for (DType dtype : {DType::kBF16, DType::kF16}) {
+    for (DType dtype : {DType::kBF16, DType::kF16, DType::kF32}) {
+      if (dtype == DType::kF32 && op != Op::kSpmm) continue;
       for (int64_t tokens : {8, 72, 264, 1416}) {
-        if (tokens > 264 && (quick || op != Op::kSpmm || &pattern != kWidePatterns)) continue;
+        if (tokens > 264 && (quick || op == Op::kSpmmT || &pattern != kWidePatterns)) continue;
         Case c;
         c.pattern = pattern;
         c.left = c.values = dtype;
