@@ -118,6 +118,38 @@ def full(run: dict) -> str:
     return _table(header, rows) + "\n" + _provenance(run) + "\n"
 
 
+def models(run: dict) -> str:
+    """One line per whole model."""
+    rows = [
+        [
+            f"decode, batch {row['batch']}" if row["phase"] == "decode" else f"prefill, {row['tokens']} tokens",
+            row["pattern"] if row["block"] == "1x1" else f"{row['pattern']}/{row['block']}",
+            row["head"],
+            row["layers"],
+            f"{row['tokens_per_s']:,.0f}",
+            f"{row['dense_tokens_per_s']:,.0f}",
+            f"{row['dense_us'] / row['time_us']:.2f}",
+            "" if row["floor_us"] is None else f"{100 * row['floor_us'] / row['time_us']:.0f} %",
+            f"{row['bytes'] / 1e9:.2f}",
+            f"{row['dense_bytes'] / 1e9:.2f}",
+            row["kernel"],
+        ]
+        for row in run["rows"]
+    ]
+    header = [
+        "phase",
+        "pattern",
+        "head",
+        "layers",
+        "tokens/s",
+        "dense tokens/s",
+        "ratio",
+        "of the floor",
+        "GB",
+    ]
+    return _table([*header, "dense GB", "kernel of gate and up"], rows) + "\n" + _provenance(run) + "\n"
+
+
 def quality(run: dict) -> str:
     """One line per pattern: cosine, nearest neighbours kept and output error by every method."""
     rows: dict[tuple[str, str], dict] = {(row["pattern"], row["method"]): row for row in run["rows"]}
@@ -181,7 +213,7 @@ def digits(run: dict) -> str:
     return _table(header, rows) + "\n" + about + meta["date"][:10] + ".\n"
 
 
-_OWN_TABLES = {"quality": quality, "sparsegpt": pruning, "digits": digits}
+_OWN_TABLES = {"quality": quality, "sparsegpt": pruning, "digits": digits, "model": models}
 
 
 def render(name: str, device: str) -> str:

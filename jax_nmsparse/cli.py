@@ -6,9 +6,9 @@ import argparse
 import sys
 from types import ModuleType
 
-from jax_nmsparse.commands import bench, info, inspect, prune
+from jax_nmsparse.commands import bench, info, inspect, plan, prune
 
-COMMANDS: tuple[ModuleType, ...] = (info, inspect, prune, bench)
+COMMANDS: tuple[ModuleType, ...] = (info, inspect, prune, bench, plan)
 """The subcommands, in the order of the help; each is named after its module."""
 
 

@@ -9,16 +9,13 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from jax_nmsparse import layout as layout_lib
 from jax_nmsparse.array import NMSparse, check_dense, check_pattern
 from jax_nmsparse.layout import Layout
 from jax_nmsparse.pattern import NMPattern
 from jax_nmsparse.pruning.calibration import Statistics
-from jax_nmsparse.pruning.selection import magnitude_units, scored_mask
+from jax_nmsparse.pruning.selection import magnitude_mask, scored_mask
 from jax_nmsparse.pruning.sparsegpt import sparsegpt
 from jax_nmsparse.pruning.wanda import wanda_scores
-
-_pack = jax.jit(layout_lib.pack_bits)
 
 METHODS = ("magnitude", "wanda", "sparsegpt")
 
@@ -85,7 +82,7 @@ def prune(
             raise TypeError(f"prune: scores has dtype {scores.dtype.name}, expected real numbers or bool")
         mask = scored_mask(scores, layout)
     elif method == "magnitude":
-        mask = _pack(magnitude_units(dense, layout))
+        mask = magnitude_mask(dense, layout)
     else:
         _check_inputs(method, dense, inputs)
         if method == "sparsegpt":

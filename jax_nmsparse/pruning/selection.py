@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
 
+from jax_nmsparse import explicit
 from jax_nmsparse import layout as layout_lib
 from jax_nmsparse.layout import Layout
 
@@ -50,6 +52,7 @@ def spread(units: jax.Array, layout: Layout) -> jax.Array:
     return layout_lib.from_units(elements, layout)
 
 
+@functools.partial(explicit.by_parts, trailing=(2,))
 @jax.jit(static_argnums=1)
 def scored_mask(scores: jax.Array, layout: Layout) -> jax.Array:
     """The mask, with its word axis, of the n units of largest summed score in every group; scores real or bool."""
@@ -62,3 +65,10 @@ def magnitude_units(dense: jax.Array, layout: Layout, n: int | jax.Array | None 
     """Which units are kept by magnitude, n of every group (by default the pattern's): bool, one for every unit."""
     scores = jnp.abs(dense.astype(score_dtype(dense.dtype)))
     return layout_lib.select(unit_scores(scores, layout), layout, n)
+
+
+@functools.partial(explicit.by_parts, trailing=(2,))
+@jax.jit(static_argnums=1)
+def magnitude_mask(dense: jax.Array, layout: Layout) -> jax.Array:
+    """The mask, with its word axis, of the units kept by magnitude."""
+    return layout_lib.pack_bits(magnitude_units(dense, layout))
