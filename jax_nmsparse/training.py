@@ -4,17 +4,18 @@ The trained parameters stay dense and masks are recomputed from them in every st
 `prune` keeps exactly the units of the last mask. Fine-tuning with a fixed mask needs nothing of this: the parameters of
 `NMSparseDense` are the kept values alone.
 
-Rules map regular expressions to patterns: ``{"mlp/.*kernel": "2:4", "kernel": NMPattern(8, 32)}``. The first that is
-found in the path of a leaf ("encoder/mlp/up/kernel") counts; None leaves it dense. Only leaves with two axes and more
-take part, as ``[..., in_features, out_features]``: the groups run along axis -2.
+Rules are those of `sparsify`, which converts the trained model by the same ones: ``{"head": None, "mlp/.*kernel":
+"2:4", "attention/out/kernel": Rule("8:32", contracted=2)}``. The first that is found in the path of a leaf
+("encoder/mlp/up/kernel") counts; None leaves it dense, as does no rule. Only leaves with two axes and more take part;
+of more than two, the `Rule` says which are contracted. Groups run along the contracted axes, in leaves named
+"embedding" along the features.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -25,11 +26,11 @@ import optax
 from jax.typing import ArrayLike
 
 from jax_nmsparse.array import check_dense, check_pattern
+from jax_nmsparse.axes import fold_kernel
+from jax_nmsparse.conversion.rules import Matcher, Rules
 from jax_nmsparse.layout import Layout
 from jax_nmsparse.pattern import NMPattern
 from jax_nmsparse.pruning.selection import magnitude_units, spread
-
-Rules = Mapping[str, NMPattern | str | None]
 
 
 def sr_ste(w: jax.Array, pattern: NMPattern | str, decay: ArrayLike = 2e-4, *, progress: ArrayLike = 1.0) -> jax.Array:
@@ -128,7 +129,9 @@ class SRSTEDense(nn.Dense):
         return sr_ste(value, self.pattern, self.decay) if name == "kernel" else value
 
 
-def masked_forward(params: Any, rules: Rules, decay: ArrayLike = 0.0, *, progress: ArrayLike = 1.0) -> Any:
+def masked_forward(
+    params: Any, rules: Rules | NMPattern | str, decay: ArrayLike = 0.0, *, progress: ArrayLike = 1.0
+) -> Any:
     """Parameters for the forward pass: leaves that a rule matches pass through `sr_ste`, the others are unchanged.
 
     Call it inside the loss, so that gradients reach the dense parameters: ``model.apply({"params":
@@ -136,7 +139,7 @@ def masked_forward(params: Any, rules: Rules, decay: ArrayLike = 0.0, *, progres
 
     Args:
       params: A tree of arrays.
-      rules: Regular expressions to patterns; see the module.
+      rules: As in `sparsify`; see the module. A pattern alone means all kernels.
       decay: As in `sr_ste`; leave 0 where `sr_ste_decay` adds it in the optimiser.
       progress: As in `sr_ste`.
 
@@ -144,7 +147,7 @@ def masked_forward(params: Any, rules: Rules, decay: ArrayLike = 0.0, *, progres
       The same tree.
 
     Raises:
-      ValueError: Where a rule matches no leaf.
+      ValueError: Where a rule matches no leaf, or does not say what is contracted.
 
     Example:
       >>> import jax.numpy as jnp
@@ -153,7 +156,9 @@ def masked_forward(params: Any, rules: Rules, decay: ArrayLike = 0.0, *, progres
       >>> masked_forward(params, {"up/kernel": "1:4"})["up"]["kernel"].ravel()
       Array([0., 0., 0., 3.], dtype=float32)
     """
-    return _map_matched(lambda _, w, pattern: sr_ste(w, pattern, decay, progress=progress), params, rules)
+    return _map_matched(
+        "masked_forward", lambda _, w, pattern: sr_ste(w, pattern, decay, progress=progress), params, rules
+    )
 
 
 class SRSTEState(NamedTuple):
@@ -163,14 +168,14 @@ class SRSTEState(NamedTuple):
 
 
 def sr_ste_decay(
-    rules: Rules, decay: ArrayLike, *, progress: Callable[[jax.Array], jax.Array] | None = None
+    rules: Rules | NMPattern | str, decay: ArrayLike, *, progress: Callable[[jax.Array], jax.Array] | None = None
 ) -> optax.GradientTransformation:
     """The decay of SR-STE as an optax transformation: adds ``decay * (1 - M) * w`` to the gradient of matched leaves.
 
     Put it first in the chain, with `masked_forward` in the loss; both together are SR-STE.
 
     Args:
-      rules: Regular expressions to patterns; see the module.
+      rules: As in `sparsify`; see the module. A pattern alone means all kernels.
       decay: lambda.
       progress: None, or the schedule that the loss passes to `masked_forward`, a function of the step.
 
@@ -193,6 +198,7 @@ def sr_ste_decay(
             raise ValueError("sr_ste_decay: update needs params; call optimiser.update(gradients, state, params)")
         now = 1.0 if progress is None else progress(state.count)
         pruned = _map_matched(
+            "sr_ste_decay",
             lambda _, w, pattern: jnp.where(_keep(w, _kept_units(pattern, now), pattern), 0, w),
             params,
             rules,
@@ -246,12 +252,14 @@ def cubic_schedule(begin: int, end: int, *, every: int = 1) -> Callable[[ArrayLi
     return progress
 
 
-def mask_statistics(params: Any, rules: Rules, previous: Any = None) -> dict[str, dict[str, jax.Array]]:
+def mask_statistics(
+    params: Any, rules: Rules | NMPattern | str, previous: Any = None
+) -> dict[str, dict[str, jax.Array]]:
     """Metrics of the masks of a step, for every leaf that a rule matches.
 
     Args:
       params: Now.
-      rules: Regular expressions to patterns; see the module.
+      rules: As in `sparsify`; see the module. A pattern alone means all kernels.
       previous: None, or the parameters some steps ago.
 
     Returns:
@@ -271,42 +279,52 @@ def mask_statistics(params: Any, rules: Rules, previous: Any = None) -> dict[str
     found: dict[str, dict[str, jax.Array]] = {}
     earlier: dict[str, jax.Array] = {}
     if previous is not None:
-        _map_matched(lambda path, w, _: earlier.update({path: w}), previous, rules)
+        _map_matched("mask_statistics", lambda path, w, _: earlier.setdefault(path, w), previous, rules)
 
-    def measure(path: str, w: jax.Array, pattern: NMPattern) -> None:
+    def measure(path: str, w: jax.Array, pattern: NMPattern) -> jax.Array:
         keep, magnitude = _keep(w, None, pattern), jnp.abs(w.astype(jnp.float32))
         found[path] = {"kept_magnitude": jnp.sum(jnp.where(keep, magnitude, 0)) / jnp.sum(magnitude)}
         if previous is not None:
             found[path]["flip_rate"] = jnp.mean(keep != _keep(earlier[path], None, pattern), dtype=jnp.float32)
+        return w
 
-    _map_matched(measure, params, rules)
+    _map_matched("mask_statistics", measure, params, rules)
     return found
 
 
 def _map_matched(
-    function: Callable[[str, jax.Array, NMPattern], Any],
+    op: str,
+    function: Callable[[str, jax.Array, NMPattern], jax.Array],
     tree: Any,
-    rules: Rules,
+    rules: Rules | NMPattern | str,
     others: Callable[[jax.Array], jax.Array] = lambda leaf: leaf,
 ) -> Any:
-    """Applies function to (path, leaf, pattern) of the leaves that a rule matches and others to the rest."""
-    compiled = [(re.compile(rule), None if p is None else check_pattern("rules", p)) for rule, p in rules.items()]
-    used: set[str] = set()
+    """Applies function to (path, matrix, pattern) of the leaves that a rule matches and others to the rest.
+
+    The matrix is ``[*stacked, in_features, out_features]``; what function returns has its shape and is folded back.
+    """
+    matcher = Matcher(rules, op)
+    paths: list[str] = []
 
     def apply(keys: tuple, leaf: Any) -> Any:
+        if jnp.ndim(leaf) < 2:
+            return others(leaf)
         path = "/".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in keys)
-        if jnp.ndim(leaf) >= 2:
-            for rule, pattern in compiled:
-                if rule.search(path):
-                    used.add(rule.pattern)
-                    return others(leaf) if pattern is None else function(path, leaf, pattern)
-        return others(leaf)
+        paths.append(path)
+        rule, _ = matcher.find(path)
+        if rule is None:
+            return others(leaf)
+        pattern = check_pattern(op, rule.pattern)
+        if path.rpartition("/")[2] == "embedding":
+            return function(path, leaf.T, pattern).T
+        if jnp.ndim(leaf) > 2 and rule.contracted is None:
+            raise ValueError(
+                f"{op}: {path} has shape {jnp.shape(leaf)}, of which the rule must say what is contracted: "
+                f"Rule('{pattern}', contracted=..., stacked=...)"
+            )
+        matrix, _, _ = fold_kernel(f"{op}: {path}", leaf, rule.stacked, rule.contracted or 1)
+        return function(path, matrix, pattern).reshape(leaf.shape)
 
     mapped = jax.tree_util.tree_map_with_path(apply, tree)
-    for rule, _ in compiled:
-        if rule.pattern not in used:
-            raise ValueError(
-                f"rules: {rule.pattern!r} matches no leaf of two axes or more that no rule before it matches; paths "
-                "look like 'encoder/mlp/up/kernel'"
-            )
+    matcher.check_all_used(paths)
     return mapped

@@ -247,10 +247,11 @@ def test_mask_statistics(rng):
         "b": {"kernel": oracle.normal(rng, (8, 3)), "bias": np.ones(3)},
     }
     after = jax.tree.map(lambda leaf: leaf + 0.5 * oracle.normal(rng, leaf.shape), before)
-    rules = {"a/kernel": "2:4", "b/kernel": "1:2/2x3"}
+    patterns = {"a/kernel": "2:4", "b/kernel": "1:2/2x3"}
+    rules = {"a/kernel": nms.Rule("2:4", contracted=1, stacked=1), "b/kernel": "1:2/2x3"}
     found = jax.jit(lambda a, b: mask_statistics(a, rules, b))(after, before)
     assert set(found) == {"a/kernel", "b/kernel"}
-    for name, text in rules.items():
+    for name, text in patterns.items():
         old, new = (np.asarray(tree[name[0]]["kernel"]) for tree in (before, after))
         flips = (keep(old, text) != keep(new, text)).mean()
         assert flips > 0
@@ -276,19 +277,42 @@ def test_rules(rng):
         assert masked[name]["bias"] is params[name]["bias"]
 
 
+def test_kernels_of_several_axes_and_embeddings_as_sparsify_packs_them(rng):
+    """The mask of training is that of the converted model."""
+    params = {
+        "out": {"kernel": jnp.asarray(oracle.normal(rng, (2, 8, 3)))},
+        "scan": {"kernel": jnp.asarray(oracle.normal(rng, (3, 8, 2)))},
+        "words": {"embedding": jnp.asarray(oracle.normal(rng, (5, 8)))},
+    }
+    rules = {"out": nms.Rule("2:4", contracted=2), "scan": nms.Rule("1:4", contracted=1, stacked=1), "embedding": "2:8"}
+    masked = masked_forward(params, rules)
+    flat = np.asarray(params["out"]["kernel"]).reshape(16, 3)
+    np.testing.assert_array_equal(masked["out"]["kernel"], np.where(keep(flat, "2:4"), flat, 0).reshape(2, 8, 3))
+    table = np.asarray(params["words"]["embedding"])
+    np.testing.assert_array_equal(masked["words"]["embedding"], np.where(keep(table.T, "2:8").T, table, 0))
+    variables, _ = nms.sparsify(params, rules)
+    oracle.assert_same_bits(jax.tree.leaves(nms.densify(variables)), jax.tree.leaves(masked))
+    with pytest.raises(ValueError, match=r"masked_forward: out/kernel has shape \(2, 8, 3\), .* contracted="):
+        masked_forward(params, {"out": "2:4"})
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
         (
             lambda: masked_forward({"kernel": jnp.ones((4, 4))}, {"attention": "2:4"}),
             ValueError,
-            "'attention' matches no",
+            "masked_forward: the rule 'attention' matches no",
         ),
-        (lambda: masked_forward({"bias": jnp.ones(4)}, {"bias": "2:4"}), ValueError, "no leaf of two axes"),
+        (
+            lambda: masked_forward({"bias": jnp.ones(4)}, {"bias": "2:4"}),
+            ValueError,
+            "the rule 'bias' matches no layer",
+        ),
         (
             lambda: masked_forward({"kernel": jnp.ones((4, 4))}, {"kernel": HALF}),
             TypeError,
-            "rules: pattern is a float",
+            "Rule: pattern is a float",
         ),
         (lambda: sr_ste(jnp.ones(4), "2:4"), ValueError, r"sr_ste: the dense weight has shape \(4,\)"),
         (lambda: sr_ste(jnp.ones((4, 4), jnp.int8), "2:4"), TypeError, "sr_ste: w has dtype int8"),

@@ -65,14 +65,15 @@ def check_method(method: str) -> None:
 
 
 class Matcher:
-    """Finds the rule of a path, and remembers which rules were of use."""
+    """Finds the rule of a path, and remembers which rules were of use; op is what errors begin with."""
 
-    def __init__(self, rules: Rules | NMPattern | str) -> None:
+    def __init__(self, rules: Rules | NMPattern | str, op: str = "sparsify") -> None:
+        self._op = op
         if isinstance(rules, (NMPattern, str)):
             rules = {"kernel$": rules}
         if not isinstance(rules, Mapping):
             raise TypeError(
-                f"sparsify: rules is a {type(rules).__name__}, expected a mapping from regular expressions to "
+                f"{op}: rules is a {type(rules).__name__}, expected a mapping from regular expressions to "
                 "patterns, such as {'mlp/.*kernel': '2:4'}"
             )
         self._rules: list[tuple[re.Pattern, Rule | None]] = []
@@ -80,7 +81,7 @@ class Matcher:
             try:
                 compiled = re.compile(expression)
             except (re.error, TypeError) as error:
-                raise ValueError(f"sparsify: {expression!r} is no regular expression: {error}") from error
+                raise ValueError(f"{op}: {expression!r} is no regular expression: {error}") from error
             self._rules.append((compiled, rule if rule is None or isinstance(rule, Rule) else Rule(rule)))
         self._used: set[int] = set()
 
@@ -99,6 +100,6 @@ class Matcher:
                 paths = list(paths)
                 listed = ", ".join(paths[:5]) + (", ..." if len(paths) > 5 else "")
                 raise ValueError(
-                    f"sparsify: the rule {expression.pattern!r} matches no layer that no rule before it matches; "
+                    f"{self._op}: the rule {expression.pattern!r} matches no layer that no rule before it matches; "
                     f"the layers are {listed or 'none'}"
                 )
