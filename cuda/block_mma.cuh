@@ -68,13 +68,6 @@ struct MmaPlan {
   bool aligned_x;         // rows of x can be read 16 bytes at a time
 };
 
-// j / divisor for j * divisor < 2^32.
-struct Divider {
-  uint32_t divisor, magic;
-  __device__ explicit Divider(uint32_t d) : divisor(d), magic(d == 1 ? 0 : 0xffffffffu / d + 1) {}
-  __device__ __forceinline__ int operator()(uint32_t j) const { return divisor == 1 ? j : __umulhi(j, magic); }
-};
-
 // The kept values of one warp's columns, step by step, on their way into the warp's ring. Kept rows are numbered
 // through the windows of this block of threads; lane 8 * r + c copies chunk c (kVector columns) of rows 4r ... 4r + 3
 // of every groups-th step, so that the lanes of one memory request, 8 neighbours, ask for one run of memory (with the

@@ -36,10 +36,12 @@ cudaError_t SimpleSddmm(const Problem& problem, cudaStream_t stream);
 cudaError_t BlockWgmmaSpmm(const Problem& problem, cudaStream_t stream);
 
 // block_few_tokens.cu: 1 to 128 tokens, bfloat16 or float16, bn a multiple of 16, on tensor cores.
+// block_ring.cu: 1 to 128 tokens, bfloat16 or float16, bn a multiple of 64, on tensor cores of sm_90.
 // block_simt.cu: few tokens, float32 arithmetic, any block and weight dtype but int8 activations.
 // few_tokens_t.cu: the transposed product for few tokens, every pattern and block.
 // block_t_mma.cu: the same on tensor cores, vector-wise bfloat16 or float16, bn a multiple of 64, q at most 16.
 cudaError_t BlockMmaSpmm(const Problem& problem, cudaStream_t stream);
+cudaError_t BlockRingSpmm(const Problem& problem, cudaStream_t stream);
 cudaError_t BlockSimtSpmm(const Problem& problem, cudaStream_t stream);
 cudaError_t FewTokensSpmmT(const Problem& problem, cudaStream_t stream);
 cudaError_t BlockMmaSpmmT(const Problem& problem, cudaStream_t stream);
@@ -53,6 +55,7 @@ cudaError_t EwSparse24(const Problem& problem, cudaStream_t stream);
 inline constexpr Kernel kSpmmKernels[] = {
     {"simple", SimpleSpmm},
     {"block_mma", BlockMmaSpmm},
+    {"block_ring", BlockRingSpmm},
     {"block_simt", BlockSimtSpmm},
     {"ew_spmv", EwSpmv},
     {"ew_few_tokens", EwFewTokens},

@@ -173,6 +173,16 @@ def _block_mma(call: Call) -> str | None:
     return _dtypes(call, _SAME_HALVES) or _tile(call, 16, 512)
 
 
+def _block_ring(call: Call) -> str | None:
+    layout = call.layout
+    # A step takes as many windows as 16 kept rows come from; their rows of x must fit the staged chunk.
+    rows = layout.rows_per_window * max(1, 16 // (layout.q * layout.bk))
+    most = 1024 if call.tokens <= 16 else 512
+    if rows > most:
+        return f"takes up to {most} rows for 16 kept ones, not {rows}"
+    return _dtypes(call, _SAME_HALVES) or _tile(call, 64, 128)
+
+
 def _block_wgmma(call: Call) -> str | None:
     layout = call.layout
     if layout.window_units > 32:
@@ -213,6 +223,14 @@ KERNELS: tuple[Kernel, ...] = (
         "vector- and block-wise on Hopper's tensor cores, many tokens, feature-major",
         _block_wgmma,
         feature_major=True,
+        capability="9.0",
+    ),
+    Kernel(
+        "block_ring",
+        "cuda",
+        ("spmm",),
+        "vector- and block-wise, weights by Hopper's copy engine, few tokens",
+        _block_ring,
         capability="9.0",
     ),
     Kernel("block_mma", "cuda", ("spmm",), "vector- and block-wise on tensor cores, few tokens", _block_mma),
