@@ -68,6 +68,13 @@ struct MmaPlan {
   bool aligned_x;         // rows of x can be read 16 bytes at a time
 };
 
+// j / divisor for j * divisor < 2^32.
+struct Divider {
+  uint32_t divisor, magic;
+  __device__ explicit Divider(uint32_t d) : divisor(d), magic(d == 1 ? 0 : 0xffffffffu / d + 1) {}
+  __device__ __forceinline__ int operator()(uint32_t j) const { return divisor == 1 ? j : __umulhi(j, magic); }
+};
+
 // The kept values of one warp's columns, step by step, on their way into the warp's ring. Kept rows are numbered
 // through the windows of this block of threads; lane 8 * r + c copies chunk c (kVector columns) of rows 4r ... 4r + 3
 // of every groups-th step, so that the lanes of one memory request, 8 neighbours, ask for one run of memory (with the
@@ -140,7 +147,6 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks) BlockMmaKernel(Proble
   const int window_begin = static_cast<int>(geometry.windows * split / plan.splits);
   const int window_end = static_cast<int>(geometry.windows * (split + 1) / plan.splits);
 
-  // Weights first: their addresses hang on nothing.
   const int64_t column = tile_column + column_warp * C::kWarpColumns;
   const bool active = column < geometry.out_blocks * geometry.bn;
   const int64_t block = active ? column / geometry.bn : 0;
@@ -155,9 +161,6 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks) BlockMmaKernel(Proble
                              window_begin * window_pitch + block * kept * geometry.bn + column_in_block,
                          window_pitch, kept, geometry.bn, rows, group * C::kDepth + lane / 8 * 4, groups * C::kDepth,
                          SharedAddress(shared) + ring + write);
-#pragma unroll 1
-  for (int s = 0; s < C::kStages - 1; ++s) stream.Issue(quad);
-
   const int first_block = static_cast<int>(tile_column / geometry.bn);
   const int blocks = static_cast<int>(min(int64_t{plan.blocks}, geometry.out_blocks - first_block));
   const uint32_t* mask = problem.mask + batch * MaskPerBatch(geometry) + int64_t{first_block} * geometry.mask_words;
@@ -224,10 +227,11 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks) BlockMmaKernel(Proble
     const int buffer = threadIdx.x / 8, unit = threadIdx.x % 8;
     *reinterpret_cast<uint4*>(tiles + buffer * Tile::kBytes + Tile::kZeroRow + unit * 16) = make_uint4(0, 0, 0, 0);
   }
-  if (window_begin < window_end) {
-    load(window_begin);
-    store(window_begin, 0);
-  }
+  // The first x and mask before the weights, behind whose queue they would otherwise wait.
+  if (window_begin < window_end) load(window_begin);
+#pragma unroll 1
+  for (int s = 0; s < C::kStages - 1; ++s) stream.Issue(quad);
+  if (window_begin < window_end) store(window_begin, 0);
   __syncthreads();
 
   // Row r of 8x8 tile i, as ldmatrix counts: mma depth index r (i even) or 8 + r (i odd).

@@ -17,13 +17,6 @@ __host__ __device__ inline int64_t ValuesPerBatch(const Geometry& g) {
 }
 __host__ __device__ inline int64_t MaskPerBatch(const Geometry& g) { return g.windows * g.out_blocks * g.mask_words; }
 
-// j / divisor for j * divisor < 2^32.
-struct Divider {
-  uint32_t divisor, magic;
-  __device__ explicit Divider(uint32_t d) : divisor(d), magic(d == 1 ? 0 : 0xffffffffu / d + 1) {}
-  __device__ __forceinline__ int operator()(uint32_t j) const { return divisor == 1 ? j : __umulhi(j, magic); }
-};
-
 // ------------------------------------------------------------------------------------------- asynchronous copies
 
 // kBytes (4, 8 or 16) from global to shared memory; zeros, and no read, where `valid` is false.
@@ -277,19 +270,17 @@ __device__ __forceinline__ void StoreFour(const Problem& problem, int64_t index,
 // The end of a kernel whose depth is split over `groups` of warps and a cluster of `splits` blocks: adds the partial
 // sums, each in ascending order, and stores y for `tokens` tokens and `columns` columns from `first_column` on.
 // `partial` [groups][tokens][columns + 4] in shared memory, the same place in every block of the cluster; `columns` is
-// a multiple of four. All threads of all its blocks; nothing may touch `partial` afterwards before the kernel ends.
+// a power of two. All threads of all its blocks; nothing may touch `partial` afterwards before the kernel ends.
 template <int kThreads>
 __device__ __forceinline__ void CombineAndStore(const Problem& problem, float* partial, int64_t first_token, int tokens,
                                                 int64_t first_column, int columns, int groups, int split, int splits) {
   const Geometry& geometry = problem.geometry;
   const int64_t batch = blockIdx.z;
-  const int pitch = columns + 4, quads = columns / 4, work = tokens * quads;
-  const Divider token_of(quads);
+  const int pitch = columns + 4, quads = columns / 4, shift = __ffs(quads) - 1, work = tokens << shift;
   __syncthreads();
   if (groups > 1) {
     for (int e = threadIdx.x; e < work; e += kThreads) {
-      const int token = token_of(e);
-      float* const at = partial + token * pitch + (e - token * quads) * 4;
+      float* const at = partial + (e >> shift) * pitch + (e & (quads - 1)) * 4;
       float4 total = *reinterpret_cast<float4*>(at);
       for (int g = 1; g < groups; ++g) {
         const float4 v = *reinterpret_cast<float4*>(at + g * tokens * pitch);
@@ -302,7 +293,7 @@ __device__ __forceinline__ void CombineAndStore(const Problem& problem, float* p
   WithOutputType(problem.result.dtype, [&](auto zero) {
     const int64_t first = (batch * geometry.tokens + first_token) * geometry.out_features + first_column;
     for (int e = split * kThreads + threadIdx.x; e < work; e += splits * kThreads) {
-      const int token = token_of(e), column = (e - token * quads) * 4;
+      const int token = e >> shift, column = (e & (quads - 1)) * 4;
       const uint32_t at = SharedAddress(partial + token * pitch + column);
       float4 total = make_float4(0, 0, 0, 0);
       for (int s = 0; s < splits; ++s) {

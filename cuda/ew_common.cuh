@@ -40,11 +40,6 @@ __device__ __forceinline__ void WaitCopies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Asks for the sector of device memory at `global` to be in L2 soon; nothing is loaded, and no address faults.
-__device__ __forceinline__ void PrefetchL2(const void* global) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
-}
-
 // ----------------------------------------------------------------------------------------------------- kept positions
 
 // Index of the highest set bit, -1 for zero: one instruction, unlike 31 - __clz(bits).

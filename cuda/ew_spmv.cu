@@ -14,68 +14,77 @@ using ew::SpmvConfig;
 using ew::SpmvPlan;
 
 inline constexpr int64_t kMaxTokens = 4;
-inline constexpr int64_t kRowBudget = 128 << 10;  // bytes of x per block
-inline constexpr int64_t kMaxColumns = 512;       // of a block
-
-// The columns of a block that finish first: whole waves of one block per multiprocessor, and what a block costs besides
-// its columns (about a microsecond, in columns of this depth at 33 bytes per nanosecond).
-template <class C>
-int64_t ChooseColumns(const Geometry& geometry, const ew::Device& device) {
-  constexpr int64_t kStep = 8;
-  const double column_bytes = static_cast<double>(geometry.windows) * (geometry.q * sizeof(typename C::Value) + 4);
-  const double overhead = 33e3 / column_bytes;
-  int64_t best = 0;
-  double best_cost = 0;
-  for (int64_t columns = kStep; columns <= std::min<int64_t>(kMaxColumns, C::kThreads * C::kLaneColumns);
-       columns += kStep) {
-    const int64_t blocks = CeilDiv(geometry.out_features, columns) * geometry.batch;
-    const double cost =
-        static_cast<double>(CeilDiv(blocks, device.multiprocessors)) * (static_cast<double>(columns) + overhead);
-    if (best == 0 || cost < best_cost) best = columns, best_cost = cost;
-  }
-  return best;
-}
+inline constexpr int64_t kRowBudget = 64 << 10;  // bytes of x per block: three blocks of 8 warps share a multiprocessor
 
 template <class C>
-cudaError_t Launch(const Problem& problem, const ew::Device& device, cudaStream_t stream) {
+cudaError_t Launch(const Problem& problem, const ew::Device& device, int64_t splits, cudaStream_t stream) {
   const Geometry& geometry = problem.geometry;
+  constexpr int64_t kStep = C::kWarps * C::kUnroll;  // windows that a block takes at once
+  splits = std::min(splits, CeilDiv(geometry.windows, kStep));
   SpmvPlan plan;
-  plan.columns = static_cast<int32_t>(ChooseColumns<C>(geometry, device));
-  const int64_t step =
-      C::kThreads / (plan.columns / C::kLaneColumns) * C::kUnroll;  // windows that a block takes at once
-  const int64_t row_bytes = std::min(kRowBudget, device.shared_bytes - C::SharedBytes(0));
-  const int64_t budget = row_bytes / (4 * ew::kWindow * C::kTokens) / step * step;
-  if (budget <= 0) return cudaErrorNotSupported;
-  plan.chunk_windows = static_cast<int32_t>(std::min(CeilDiv(geometry.windows, step) * step, budget));
-  const dim3 grid(static_cast<unsigned>(CeilDiv(geometry.out_features, plan.columns)), 1,
+  plan.split_windows = static_cast<int32_t>(CeilDiv(geometry.windows, splits));
+  splits = CeilDiv(geometry.windows, plan.split_windows);
+  const int64_t budget = kRowBudget / (4 * ew::kWindow * C::kTokens) / kStep * kStep;
+  plan.chunk_windows = static_cast<int32_t>(std::min(CeilDiv(plan.split_windows, kStep) * kStep, budget));
+  if (C::SharedBytes(plan.chunk_windows) > device.shared_bytes) return cudaErrorNotSupported;
+  const dim3 grid(static_cast<unsigned>(CeilDiv(geometry.out_features, C::kColumns)), static_cast<unsigned>(splits),
                   static_cast<unsigned>(geometry.batch));
-  return ew::LaunchSplit(ew::SpmvKernel<C>, grid, C::kThreads, C::SharedBytes(plan.chunk_windows), stream, problem,
-                         plan);
+  return ew::LaunchSplit(ew::SpmvKernel<C>, grid, kWarpSize * C::kWarps, C::SharedBytes(plan.chunk_windows), stream,
+                         problem, plan);
 }
 
-template <class Value, class Acc, int kQ, int kTokens, int kLaneColumns>
-cudaError_t LaunchConfig(const Problem& problem, const ew::Device& device, cudaStream_t stream) {
+// Windows that a warp takes at once, so that a lane asks for about 64 bytes.
+template <class Value, int kQ, int kLaneColumns>
+constexpr int Unroll() {
   constexpr int kBytes = kQ * kLaneColumns * static_cast<int>(sizeof(Value));
-  constexpr int kThreads = kTokens > 1 || kBytes > 32 ? 512 : 1024;  // 128 or 64 registers each
-  constexpr int kUnroll = kBytes > 0 && kBytes < 16 ? 2 : 1;
-  constexpr int kAhead = kQ == 0 ? 0 : 3;
-  return Launch<SpmvConfig<Value, Acc, kQ, kTokens, kThreads, kUnroll, kLaneColumns, kAhead>>(problem, device, stream);
+  return kQ == 0 ? 2 : kBytes >= 48 ? 1 : kBytes >= 12 ? 2 : 3;
 }
 
 template <class Value, class Acc, int kQ>
 cudaError_t LaunchTokens(const Problem& problem, const ew::Device& device, cudaStream_t stream) {
   const Geometry& geometry = problem.geometry;
+  const int64_t most = device.major >= 9 ? ew::kMaxSplits : 1;
   constexpr int kBytes = kQ * static_cast<int>(sizeof(Value));
+  constexpr int kUnroll = Unroll<Value, kQ, 1>();
+  int64_t splits = 1;
   if (geometry.tokens > 1) {
-    constexpr int kFewQ = kQ == 4 || kQ == 8 || kQ == 16 ? kQ : 0;  // fewer constants here than for one token
-    return geometry.tokens == 2 ? LaunchConfig<Value, Acc, kFewQ, 2, 1>(problem, device, stream)
-                                : LaunchConfig<Value, Acc, kFewQ, 4, 1>(problem, device, stream);
+    const int64_t blocks = CeilDiv(geometry.out_features, kWarpSize) * geometry.batch;
+    while (splits < most && 2 * blocks * splits < 3 * device.multiprocessors) splits *= 2;
+    // Fewer constants here than for one token.
+    constexpr int kFewQ = kQ == 4 || kQ == 8 || kQ == 16 ? kQ : 0;
+    constexpr int kFewUnroll = Unroll<Value, kFewQ, 1>();
+    if constexpr (kFewQ == 16) {
+      if (geometry.tokens == 2)
+        return Launch<SpmvConfig<Value, Acc, 16, 2, 8, kFewUnroll>>(problem, device, splits, stream);
+    }
+    return Launch<SpmvConfig<Value, Acc, kFewQ, 4, 8, (kFewUnroll + 1) / 2>>(problem, device, splits, stream);
   }
-  // Short columns: two per thread, for wider loads.
+  // Short columns: two per lane, for wider loads.
   constexpr int kLaneColumns = kQ > 0 && kBytes <= 8 ? 2 : 1;
-  return geometry.out_features % kLaneColumns == 0
-             ? LaunchConfig<Value, Acc, kQ, 1, kLaneColumns>(problem, device, stream)
-             : LaunchConfig<Value, Acc, kQ, 1, 1>(problem, device, stream);
+  if (kLaneColumns == 2 && geometry.out_features % 2 == 0) {
+    const int64_t blocks = CeilDiv(geometry.out_features, 2 * kWarpSize) * geometry.batch;
+    while (splits < most && 4 * blocks * splits < 3 * device.multiprocessors) splits *= 2;
+    constexpr int kPairUnroll = Unroll<Value, kQ, kLaneColumns>();
+    return Launch<SpmvConfig<Value, Acc, kQ, 1, 16, kPairUnroll, kLaneColumns>>(problem, device, splits, stream);
+  }
+  // About one block per multiprocessor: 16 warps each, or two such blocks where columns are short and long rows many.
+  // Otherwise blocks of 8 warps, at least two per multiprocessor.
+  const int64_t blocks = CeilDiv(geometry.out_features, kWarpSize) * geometry.batch;
+  while (splits < most && 4 * blocks * splits < 3 * device.multiprocessors) splits *= 2;
+  if (blocks * splits <= device.multiprocessors) {
+    if (kBytes <= 16 && geometry.windows / splits >= 256 && splits < most) splits *= 2;
+    return Launch<SpmvConfig<Value, Acc, kQ, 1, 16, kUnroll>>(problem, device, splits, stream);
+  }
+  if (splits < most && blocks * splits < 2 * device.multiprocessors) splits *= 2;
+  if constexpr (kBytes == 32 && sizeof(Value) == 2) {
+    // A little more than the four blocks that a multiprocessor holds at once: half as many, of twice the columns, so
+    // that no second wave of few blocks follows.
+    const int64_t wave = 4 * device.multiprocessors;
+    if (blocks > wave && 2 * blocks <= 3 * wave && geometry.out_features % 2 == 0) {
+      return Launch<SpmvConfig<Value, Acc, kQ, 1, 8, 1, 2>>(problem, device, 1, stream);
+    }
+  }
+  return Launch<SpmvConfig<Value, Acc, kQ, 1, 8, kUnroll>>(problem, device, splits, stream);
 }
 
 template <class Value, class Acc>

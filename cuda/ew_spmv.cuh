@@ -2,48 +2,43 @@
 //
 //   y[token, c] = sum over windows w, kept rows k of (w, c):  x[token, 32 w + k] * value
 //
-// A thread owns a column, or kLaneColumns neighbouring ones where q * size is too small for wide loads. It walks the
-// set bits of the column's mask word and reads x[k] from shared memory: the 32 words of a window are the 32 banks, so
-// lanes at different k meet different banks and lanes at the same k share one read. The walk starts at both ends of the
-// word at once (two short dependent chains instead of one long one).
+// A lane owns a column, or kLaneColumns neighbouring ones where q * size is too small for wide loads. It walks the set
+// bits of the column's mask word and reads x[k] from shared memory: the 32 words of a window are the 32 banks, so lanes
+// at different k meet different banks and lanes at the same k share one read. The walk starts at both ends of the word
+// at once (two short dependent chains instead of one long one).
 //
-// A block owns plan.columns columns at their whole depth, as many as make every multiprocessor carry the same share of
-// the weight: nothing is exchanged between blocks, and no second wave of few blocks follows the first. Its threads are
-// `slots` rows of plan.columns / kLaneColumns: slot s takes windows s, s + slots, ... (a warp may straddle two slots:
-// its reads of x then meet some banks twice).
-//
-// Layouts. values [windows, out_features, q]: a thread reads the q * size contiguous bytes of its column, aligned by
-// construction to the largest power of two in them (out_features a multiple of kLaneColumns); the columns of a slot are
-// one contiguous run. mask [windows, out_features].
-// In flight: a thread asks for its next kUnroll windows before it multiplies the current ones, and before that asks
-// their sectors into L2, kAhead steps early, which takes no registers: about 75 KB per multiprocessor must be on their
-// way to fill the memory.
+// Layouts. values [windows, out_features, q]: a lane reads the q * size contiguous bytes of its column, aligned by
+// construction to the largest power of two in them (out_features a multiple of kLaneColumns); the columns of a warp are
+// one contiguous run. mask [windows, out_features]. A block owns 32 * kLaneColumns columns and one of `gridDim.y` equal
+// shares of the windows; its warps take the windows in turn, kUnroll at a time, and ask for the next ones before they
+// multiply: about 75 KB per multiprocessor must be in flight to fill the memory.
 //
 // Shared memory, bytes:
 //   0     16                        zeros before x, so that the position -1 of a corrupt mask stays inside
 //   16    4 * kTokens * rows        x of the chunk of windows at hand, as accumulators, [token][row]
-//   then  4 * slots * kTokens * columns  partial sums
+//   then  4 * kWarps * kTokens * kColumns partial sums
 // Synchronisation: one barrier after x is staged (the first weights are then on their way already), two per further
-// chunk, two while the sums of the slots are added in ascending order.
+// chunk, one before the sums are added, over warps and then over the blocks of the cluster, in ascending order.
 #ifndef JAX_NMSPARSE_CUDA_EW_SPMV_CUH_
 #define JAX_NMSPARSE_CUDA_EW_SPMV_CUH_
 
 #include "cuda/ew_kept.cuh"
+#include "cuda/stage_rows.cuh"
 
 namespace nmsparse::cuda::ew {
 
 // kQ = 0: q is known at run time only.
-template <class Value_, class Acc_, int kQ_, int kTokens_, int kThreads_, int kUnroll_, int kLaneColumns_, int kAhead_>
+template <class Value_, class Acc_, int kQ_, int kTokens_, int kWarps_, int kUnroll_, int kLaneColumns_ = 1>
 struct SpmvConfig {
   using Value = Value_;
   using Acc = Acc_;
-  static constexpr int kQ = kQ_, kTokens = kTokens_, kThreads = kThreads_, kUnroll = kUnroll_;
+  static constexpr int kQ = kQ_, kTokens = kTokens_, kWarps = kWarps_, kUnroll = kUnroll_;
   static constexpr int kLaneColumns = kLaneColumns_;
-  static constexpr int kAhead = kAhead_;  // steps by which weights are asked into L2 before they are loaded
+  static constexpr int kColumns = kWarpSize * kLaneColumns;
   static constexpr int kLead = 16;
-  static constexpr int kFolds = 8;  // partial sums that a result is added from at the end
-  static constexpr int kSumsBytes = 4 * kThreads * kTokens * kLaneColumns;
+  static constexpr int kSumsBytes = 4 * kWarps * kTokens * kColumns;
   static_assert(sizeof(Acc) == 4, "x is staged as one bank word per row");
+  static_assert(kTokens * kColumns <= kWarps * kWarpSize, "a thread adds up one result at the end");
   static_assert(kQ > 0 || kLaneColumns == 1, "a q known at run time is walked column by column");
 
   static __host__ __device__ int64_t SharedBytes(int64_t chunk_windows) {
@@ -52,62 +47,9 @@ struct SpmvConfig {
 };
 
 struct SpmvPlan {
-  int32_t columns;        // of a block; a multiple of kLaneColumns
-  int32_t chunk_windows;  // of which x is staged at a time, a multiple of slots * kUnroll
+  int32_t split_windows;  // windows per block
+  int32_t chunk_windows;  // of which x is staged at a time
 };
-
-// Rows [0, rows) of one token to shared memory; rows from `present` on are zeros.
-template <class Acc, class X>
-__device__ __forceinline__ void StageRow(const X* row, int rows, int present, Acc* staged) {
-  constexpr int kVector = 16 / sizeof(X);
-  if (present == rows && reinterpret_cast<uintptr_t>(row) % 16 == 0) {
-    for (int i = threadIdx.x * kVector; i < rows; i += blockDim.x * kVector) {
-      const uint4 raw = __ldg(reinterpret_cast<const uint4*>(row + i));
-      X part[kVector];
-      memcpy(part, &raw, 16);
-#pragma unroll
-      for (int j = 0; j < kVector; j += 4) {
-        Acc wide[4];
-#pragma unroll
-        for (int k = 0; k < 4; ++k) wide[k] = ToAccumulator<Acc>(part[j + k]);
-        uint4 quad;
-        memcpy(&quad, wide, 16);
-        *reinterpret_cast<uint4*>(staged + i + j) = quad;
-      }
-    }
-  } else {
-    for (int i = threadIdx.x; i < rows; i += blockDim.x) staged[i] = i < present ? ToAccumulator<Acc>(row[i]) : Acc(0);
-  }
-}
-
-// The rare dtypes of x, out of the way of the instruction cache.
-template <class Acc>
-__device__ __noinline__ void StageRowOfAnyType(const void* x, DType dtype, int64_t first, int rows, int present,
-                                               Acc* staged) {
-  WithInputType<Acc>(
-      dtype, [&](auto zero) { StageRow(static_cast<const decltype(zero)*>(x) + first, rows, present, staged); });
-}
-
-template <class C>
-__device__ __forceinline__ void StageChunk(const Problem& problem, int64_t batch, int64_t window, int windows,
-                                           int64_t stride, typename C::Acc* x) {
-  using Acc = typename C::Acc;
-  const Geometry& geometry = problem.geometry;
-  const int rows = windows * kWindow;
-#pragma unroll 1
-  for (int token = 0; token < C::kTokens; ++token) {
-    const int64_t row = window * kWindow, left = token < geometry.tokens ? geometry.in_features - row : 0;
-    const int present = static_cast<int>(max(int64_t{0}, min(int64_t{rows}, left)));
-    const int64_t first =
-        (batch * geometry.tokens + min(int64_t{token}, geometry.tokens - 1)) * geometry.in_features + row;
-    Acc* staged = x + token * stride;
-    if (std::is_same_v<Acc, float> && problem.x.dtype == DType::kBF16) {
-      StageRow(static_cast<const __nv_bfloat16*>(problem.x.data) + first, rows, present, staged);
-    } else {
-      StageRowOfAnyType<Acc>(problem.x.data, problem.x.dtype, first, rows, present, staged);
-    }
-  }
-}
 
 template <class C>
 __device__ __forceinline__ void MultiplyKept(typename C::Acc weight, const typename C::Acc* x, int64_t stride, int row,
@@ -117,25 +59,25 @@ __device__ __forceinline__ void MultiplyKept(typename C::Acc weight, const typen
 }
 
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, 1)
+__global__ void __launch_bounds__(kWarpSize* C::kWarps, C::kQ > 0 && C::kWarps * C::kTokens <= 8 ? 4 : 1)
     SpmvKernel(const __grid_constant__ Problem problem, const SpmvPlan plan) {
   using Value = typename C::Value;
   using Acc = typename C::Acc;
   extern __shared__ __align__(16) char shared[];
   const Geometry& geometry = problem.geometry;
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int64_t out = geometry.out_features, batch = blockIdx.z;
-  const int64_t first_column = int64_t{blockIdx.x} * plan.columns;
-  const int last = static_cast<int>(geometry.windows);
+  const int64_t first_column = int64_t{blockIdx.x} * C::kColumns;
+  const int first = blockIdx.y * plan.split_windows;
+  const int last = static_cast<int>(min(int64_t{first} + plan.split_windows, geometry.windows));
   const int q = C::kQ > 0 ? C::kQ : geometry.q;
-  const int lanes = plan.columns / C::kLaneColumns, slots = C::kThreads / lanes;
-  const int slot = threadIdx.x / lanes, lane = threadIdx.x - slot * lanes;
 
-  // Columns beyond the last are read as the last ones and not stored; threads beyond the last slot read nothing.
+  // Columns beyond the last are read as the last ones and not stored.
   const int64_t column = min(first_column + lane * C::kLaneColumns, out - C::kLaneColumns);
-  const int64_t origin = (batch * geometry.windows + slot) * out + column;
+  const int64_t origin = (batch * geometry.windows + first + warp) * out + column;
   const uint32_t* mask = problem.mask + origin;
   const char* values = static_cast<const char*>(problem.values.data) + origin * q * sizeof(Value);
-  const int64_t mask_step = slots * out, values_step = mask_step * q * static_cast<int64_t>(sizeof(Value));
+  const int64_t mask_step = C::kWarps * out, values_step = mask_step * q * static_cast<int64_t>(sizeof(Value));
 
   using Columns = KeptColumn<Value, C::kQ == 0 ? 1 : C::kQ * C::kLaneColumns>;
   using Bits = KeptColumn<float, C::kLaneColumns>;  // words
@@ -145,7 +87,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   auto load = [&](int window) {
 #pragma unroll
     for (int u = 0; u < C::kUnroll; ++u) {
-      if (window + u * slots < last) {
+      if (window + u * C::kWarps < last) {
         next_bits[u].template Load<true>([&](int offset) { return reinterpret_cast<const char*>(mask) + offset; });
         if constexpr (C::kQ > 0) {
           next[u].template Load<true>([&](int offset) { return values + offset; });
@@ -157,29 +99,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       values += values_step;
     }
   };
-  const char* ahead_values = values;
-  const uint32_t* ahead_mask = mask;
-  auto ask = [&](int window) {
-#pragma unroll
-    for (int u = 0; u < C::kUnroll; ++u) {
-      if (window + u * slots < last) {
-        constexpr int kSector = 32;
-#pragma unroll
-        for (int i = 0; i < Columns::kBytes; i += kSector) PrefetchL2(ahead_values + i);
-        PrefetchL2(ahead_mask);
-      }
-      ahead_mask += mask_step;
-      ahead_values += values_step;
-    }
-  };
-
-  int window = slot < slots ? slot : last;
+  int window = first + warp;
   load(window);
-  if constexpr (C::kAhead > 0) {
-    ahead_values = values, ahead_mask = mask;
-#pragma unroll 1
-    for (int i = 1; i < C::kAhead; ++i) ask(window + i * C::kUnroll * slots);
-  }
 
   Acc* x = reinterpret_cast<Acc*>(shared + C::kLead);
   const int64_t stride = int64_t{plan.chunk_windows} * kWindow;
@@ -187,24 +108,24 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   if (threadIdx.x < C::kLead / 4) reinterpret_cast<Acc*>(shared)[threadIdx.x] = 0;
 
   Acc high[C::kLaneColumns][C::kTokens] = {}, low[C::kLaneColumns][C::kTokens] = {};
-  for (int chunk = 0; chunk < last; chunk += plan.chunk_windows) {
+  for (int chunk = first; chunk < last; chunk += plan.chunk_windows) {
     const int chunk_end = min(chunk + plan.chunk_windows, last);
-    if (chunk != 0) __syncthreads();
-    StageChunk<C>(problem, batch, chunk, chunk_end - chunk, stride, x);
+    if (chunk != first) __syncthreads();
+    StageRows<C>(problem, batch, int64_t{chunk} * kWindow, (chunk_end - chunk) * kWindow, stride, x);
     __syncthreads();
 
-    for (; window < chunk_end; window += slots * C::kUnroll) {
+    // The plan makes chunks whole numbers of kWarps * kUnroll windows, but for the last.
+    for (; window < chunk_end; window += C::kWarps * C::kUnroll) {
       Columns kept[C::kUnroll];
       Bits bits[C::kUnroll];
       const char* kept_values[C::kUnroll];
 #pragma unroll
       for (int u = 0; u < C::kUnroll; ++u) kept[u] = next[u], bits[u] = next_bits[u], kept_values[u] = next_values[u];
-      load(window + C::kUnroll * slots);
-      if constexpr (C::kAhead > 0) ask(window + C::kAhead * C::kUnroll * slots);
+      load(window + C::kWarps * C::kUnroll);
 #pragma unroll
       for (int u = 0; u < C::kUnroll; ++u) {
-        if (window + u * slots >= last) break;
-        const Acc* rows = x + (window + u * slots - chunk) * kWindow;
+        if (window + u * C::kWarps >= last) break;
+        const Acc* rows = x + (window + u * C::kWarps - chunk) * kWindow;
         if constexpr (C::kQ > 0) {
           kept[u].Prepare();
 #pragma unroll
@@ -236,34 +157,40 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     }
   }
 
-  // [slot][token][column of the block]: first the slots kFolds apart, then the kFolds sums of each result.
-  const int results = C::kTokens * plan.columns;
-  if (slot < slots) {
 #pragma unroll
-    for (int token = 0; token < C::kTokens; ++token) {
+  for (int token = 0; token < C::kTokens; ++token) {
 #pragma unroll
-      for (int c = 0; c < C::kLaneColumns; ++c) {
-        sums[slot * results + token * plan.columns + lane * C::kLaneColumns + c] = high[c][token] + low[c][token];
-      }
+    for (int c = 0; c < C::kLaneColumns; ++c) {
+      sums[(warp * C::kTokens + token) * C::kColumns + lane * C::kLaneColumns + c] = high[c][token] + low[c][token];
     }
   }
   __syncthreads();
-  if (slots > C::kFolds) {
-    for (int i = threadIdx.x; i < C::kFolds * results; i += C::kThreads) {
-      Acc total = sums[i];
-      for (int at = i + C::kFolds * results; at < slots * results; at += C::kFolds * results) total += sums[at];
-      sums[i] = total;
-    }
-    __syncthreads();
+  constexpr int kResults = C::kTokens * C::kColumns;
+  const int result = threadIdx.x;  // token * kColumns + column of the block
+  Acc total = 0;
+  if (result < kResults) {
+#pragma unroll
+    for (int i = 0; i < C::kWarps; ++i) total += sums[i * kResults + result];
   }
-  for (int i = threadIdx.x; i < results; i += C::kThreads) {
-    Acc total = sums[i];
-    for (int fold = 1; fold < min(slots, C::kFolds); ++fold) total += sums[fold * results + i];
-    const int token = i / plan.columns;
-    const int64_t feature = first_column + i - token * plan.columns;
-    if (token < geometry.tokens && feature < out) {
-      StoreOutput(problem, (batch * geometry.tokens + token) * out + feature, batch * out + feature, total);
+  if (gridDim.y > 1) {
+    if (result < kResults) sums[result] = total;  // of warp 0, which this thread alone reads
+    ClusterArrive();
+    ClusterWait();
+    if (result < kResults && blockIdx.y == 0) {
+      total = 0;
+      for (uint32_t rank = 0; rank < gridDim.y; ++rank) {
+        const uint32_t word = LoadFromCluster(SharedAddress(sums + result), rank);
+        Acc part;
+        memcpy(&part, &word, 4);
+        total += part;
+      }
     }
+    ClusterArrive();
+    ClusterWait();  // no block leaves while another may read its sums
+  }
+  const int64_t token = result / C::kColumns, feature = first_column + result % C::kColumns;
+  if (blockIdx.y == 0 && result < kResults && token < geometry.tokens && feature < out) {
+    StoreOutput(problem, (batch * geometry.tokens + token) * out + feature, batch * out + feature, total);
   }
 }
 

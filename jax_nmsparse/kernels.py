@@ -134,6 +134,18 @@ def _ew_spmv(call: Call) -> str | None:
     return _dtypes(call, _SAME | _INT8_BY_INT8 | _WEIGHT_ONLY) or _element_wise(call, 4)
 
 
+def _ew_spmv_wave(call: Call) -> str | None:
+    x, values = call.dtypes
+    kept = [3, 4, 8, 16] if x == values else [8, 16]
+    layout = call.layout
+    if layout.q not in kept:
+        return f"takes {kept} kept of 32 for these dtypes, not {layout.q}"
+    # Where a column's values of a window are short, a thread takes two columns.
+    if layout.q * jnp.dtype(call.values_dtype).itemsize <= 12 and layout.out_features % 2:
+        return f"takes an even number of columns, not {layout.out_features}"
+    return _dtypes(call, _SAME | _WEIGHT_ONLY) or _element_wise(call, 1)
+
+
 def _ew_few_tokens(call: Call) -> str | None:
     x, values = call.dtypes
     kept = [8, 16] + [4] * (x == values) + [2, 3, 6, 12, 24] * (x == values == "bfloat16")
@@ -164,6 +176,17 @@ def _block_simt(call: Call) -> str | None:
     return _dtypes(call, _SAME | _WEIGHT_ONLY) or _tile(call, 1, 16)
 
 
+def _block_spmv(call: Call) -> str | None:
+    layout = call.layout
+    if layout.window_units != 32:
+        return f"takes windows of 32 units, not {layout.window_units}"
+    if layout.rows_per_window > 1024:
+        return f"takes windows of up to 1024 rows, not {layout.rows_per_window}"
+    # A thread reads 16 bytes of a row at once.
+    columns = 16 // jnp.dtype(call.values_dtype).itemsize
+    return _dtypes(call, _SAME | _WEIGHT_ONLY) or _tile(call, columns, 4)
+
+
 def _block_mma(call: Call) -> str | None:
     layout = call.layout
     # A step of the tensor cores takes 16 kept rows: as many windows as hold a multiple of that are staged together.
@@ -171,16 +194,6 @@ def _block_mma(call: Call) -> str | None:
     if rows > 2048:
         return f"takes up to 2048 rows for 16 kept ones, not {rows}"
     return _dtypes(call, _SAME_HALVES) or _tile(call, 16, 512)
-
-
-def _block_ring(call: Call) -> str | None:
-    layout = call.layout
-    # A step takes as many windows as 16 kept rows come from; their rows of x must fit the staged chunk.
-    rows = layout.rows_per_window * max(1, 16 // (layout.q * layout.bk))
-    most = 1024 if call.tokens <= 16 else 512
-    if rows > most:
-        return f"takes up to {most} rows for 16 kept ones, not {rows}"
-    return _dtypes(call, _SAME_HALVES) or _tile(call, 64, 128)
 
 
 def _block_wgmma(call: Call) -> str | None:
@@ -208,6 +221,7 @@ def _block_t_mma(call: Call) -> str | None:
 KERNELS: tuple[Kernel, ...] = (
     Kernel("simd", "cpu", _OPS, "C++ SIMD kernels on XLA's thread pool", _simd),
     Kernel("ew_spmv", "cuda", ("spmm",), "element-wise, one to four tokens: memory-bound, on CUDA cores", _ew_spmv),
+    Kernel("ew_spmv_wave", "cuda", ("spmm",), "element-wise, one token of a large weight", _ew_spmv_wave),
     Kernel("ew_sparse24", "cuda", ("spmm",), "2:4 on sparse tensor cores, few tokens", _ew_sparse24),
     Kernel(
         "ew_few_tokens",
@@ -225,14 +239,7 @@ KERNELS: tuple[Kernel, ...] = (
         feature_major=True,
         capability="9.0",
     ),
-    Kernel(
-        "block_ring",
-        "cuda",
-        ("spmm",),
-        "vector- and block-wise, weights by Hopper's copy engine, few tokens",
-        _block_ring,
-        capability="9.0",
-    ),
+    Kernel("block_spmv", "cuda", ("spmm",), "one to four tokens: memory-bound, on CUDA cores", _block_spmv),
     Kernel("block_mma", "cuda", ("spmm",), "vector- and block-wise on tensor cores, few tokens", _block_mma),
     Kernel("block_simt", "cuda", ("spmm",), "few tokens of any block, on CUDA cores", _block_simt),
     Kernel("block_t_mma", "cuda", ("spmm_t",), "transposed, vector-wise on tensor cores, few tokens", _block_t_mma),
