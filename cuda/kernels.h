@@ -54,6 +54,11 @@ cudaError_t EwSpmvWave(const Problem& problem, cudaStream_t stream);
 cudaError_t EwFewTokens(const Problem& problem, cudaStream_t stream);
 cudaError_t EwSparse24(const Problem& problem, cudaStream_t stream);
 
+// ew_many_tokens.cu: element-wise weights, bfloat16 or float16, on sm_90 alone, feature-major as BlockWgmmaSpmm.
+// EwWgmmaSparse24: 2 of every 4. EwWgmma: any q, whole windows of in_features.
+cudaError_t EwWgmmaSparse24(const Problem& problem, cudaStream_t stream);
+cudaError_t EwWgmma(const Problem& problem, cudaStream_t stream);
+
 inline constexpr Kernel kSpmmKernels[] = {
     {"simple", SimpleSpmm},
     {"block_mma", BlockMmaSpmm},
@@ -65,6 +70,8 @@ inline constexpr Kernel kSpmmKernels[] = {
     {"ew_sparse24", EwSparse24},
     // Feature-major:
     {"block_wgmma", BlockWgmmaSpmm, true},
+    {"ew_wgmma_sparse24", EwWgmmaSparse24, true},
+    {"ew_wgmma", EwWgmma, true},
 };
 
 inline constexpr Kernel kSpmmTKernels[] = {

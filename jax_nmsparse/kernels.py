@@ -207,6 +207,29 @@ def _block_wgmma(call: Call) -> str | None:
     return _dtypes(call, _SAME_HALVES, _FLOATS) or _tile(call, 64, 2**31)
 
 
+def _ew_many_tokens(call: Call) -> str | None:
+    """What both element-wise kernels for many tokens ask."""
+    if call.tokens % 8 or not call.tokens:
+        return f"takes tokens in multiples of 8, not {call.tokens}"
+    return _dtypes(call, _SAME_HALVES, _FLOATS) or _element_wise(call, 2**30)
+
+
+def _ew_wgmma_sparse24(call: Call) -> str | None:
+    if (call.layout.pattern.n, call.layout.pattern.m) not in ((2, 4), (1, 2)):
+        return f"takes 2:4 (and 1:2), not {call.layout.pattern}"
+    return _ew_many_tokens(call)
+
+
+def _ew_wgmma(call: Call) -> str | None:
+    layout = call.layout
+    rows = 32 if call.batch == 1 else 64
+    if layout.in_features % rows:
+        return f"takes in_features in multiples of {rows} (for a batch of {call.batch}), not {layout.in_features}"
+    if layout.q * layout.out_features % 8:
+        return f"takes multiples of 8 values per window, not {layout.q} x {layout.out_features}"
+    return _ew_many_tokens(call)
+
+
 def _few_t(call: Call) -> str | None:
     return _dtypes(call, _SAME | _WEIGHT_ONLY) or _tile(call, 1, 64)
 
@@ -236,6 +259,24 @@ KERNELS: tuple[Kernel, ...] = (
         ("spmm",),
         "vector- and block-wise on Hopper's tensor cores, many tokens, feature-major",
         _block_wgmma,
+        feature_major=True,
+        capability="9.0",
+    ),
+    Kernel(
+        "ew_wgmma_sparse24",
+        "cuda",
+        ("spmm",),
+        "2:4 on Hopper's sparse tensor cores, many tokens, feature-major",
+        _ew_wgmma_sparse24,
+        feature_major=True,
+        capability="9.0",
+    ),
+    Kernel(
+        "ew_wgmma",
+        "cuda",
+        ("spmm",),
+        "element-wise, expanded to operands of Hopper's tensor cores, many tokens, feature-major",
+        _ew_wgmma,
         feature_major=True,
         capability="9.0",
     ),
