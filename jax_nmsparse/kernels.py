@@ -134,6 +134,18 @@ def _ew_spmv(call: Call) -> str | None:
     return _dtypes(call, _SAME | _INT8_BY_INT8 | _WEIGHT_ONLY) or _element_wise(call, 4)
 
 
+def _ew_spmv_wave(call: Call) -> str | None:
+    x, values = call.dtypes
+    kept = [3, 4, 8, 16] if x == values else [8, 16]
+    layout = call.layout
+    if layout.q not in kept:
+        return f"takes {kept} kept of 32 for these dtypes, not {layout.q}"
+    # Where a column's values of a window are short, a thread takes two columns.
+    if layout.q * jnp.dtype(call.values_dtype).itemsize <= 12 and layout.out_features % 2:
+        return f"takes an even number of columns, not {layout.out_features}"
+    return _dtypes(call, _SAME | _WEIGHT_ONLY) or _element_wise(call, 1)
+
+
 def _ew_few_tokens(call: Call) -> str | None:
     x, values = call.dtypes
     kept = [8, 16] + [4] * (x == values) + [2, 3, 6, 12, 24] * (x == values == "bfloat16")
@@ -162,6 +174,17 @@ def _tile(call: Call, columns: int, most_tokens: int) -> str | None:
 
 def _block_simt(call: Call) -> str | None:
     return _dtypes(call, _SAME | _WEIGHT_ONLY) or _tile(call, 1, 16)
+
+
+def _block_spmv(call: Call) -> str | None:
+    layout = call.layout
+    if layout.window_units != 32:
+        return f"takes windows of 32 units, not {layout.window_units}"
+    if layout.rows_per_window > 1024:
+        return f"takes windows of up to 1024 rows, not {layout.rows_per_window}"
+    # A thread reads 16 bytes of a row at once.
+    columns = 16 // jnp.dtype(call.values_dtype).itemsize
+    return _dtypes(call, _SAME | _WEIGHT_ONLY) or _tile(call, columns, 4)
 
 
 def _block_mma(call: Call) -> str | None:
@@ -272,6 +295,7 @@ def _block_t_mma(call: Call) -> str | None:
 KERNELS: tuple[Kernel, ...] = (
     Kernel("simd", "cpu", _OPS, "C++ SIMD kernels on XLA's thread pool", _simd),
     Kernel("ew_spmv", "cuda", ("spmm",), "element-wise, one to four tokens: memory-bound, on CUDA cores", _ew_spmv),
+    Kernel("ew_spmv_wave", "cuda", ("spmm",), "element-wise, one token of a large weight", _ew_spmv_wave),
     Kernel("ew_sparse24", "cuda", ("spmm",), "2:4 on sparse tensor cores, few tokens", _ew_sparse24),
     Kernel(
         "ew_few_tokens",
@@ -315,6 +339,7 @@ KERNELS: tuple[Kernel, ...] = (
         _block_fma,
         feature_major=True,
     ),
+    Kernel("block_spmv", "cuda", ("spmm",), "one to four tokens: memory-bound, on CUDA cores", _block_spmv),
     Kernel("block_mma", "cuda", ("spmm",), "vector- and block-wise on tensor cores, few tokens", _block_mma),
     Kernel("block_simt", "cuda", ("spmm",), "few tokens of any block, on CUDA cores", _block_simt),
     Kernel(
