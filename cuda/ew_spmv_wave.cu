@@ -36,6 +36,7 @@ template <class C>
 cudaError_t Launch(const Problem& problem, const ew::Device& device, cudaStream_t stream) {
   const Geometry& geometry = problem.geometry;
   if (geometry.out_features % C::kLaneColumns != 0) return cudaErrorNotSupported;
+  if (geometry.batch == 0 || geometry.tokens == 0 || geometry.out_features == 0) return cudaSuccess;
   WavePlan plan;
   plan.columns = static_cast<int32_t>(ChooseColumns<C>(geometry, device));
   const int64_t step = C::kThreads / (plan.columns / C::kLaneColumns) * C::kUnroll;  // windows that a block takes
