@@ -182,7 +182,8 @@ class Producer {
   }
 
   // Warps own 64-token chunks; where there are fewer chunks than warps, several share one and take turns.
-  __device__ void GatherBoxes(const BlockTile& tile, int window, int values_row, int row_in_unit, const uint32_t* list) {
+  __device__ void GatherBoxes(const BlockTile& tile, int window, int values_row, int row_in_unit,
+                              const uint32_t* list) {
     constexpr int kTurns = C::kTokenChunks < 4 ? 4 / C::kTokenChunks : 1;
     const int chunk = warp_ % C::kTokenChunks;
     if (warp_ == at_.slot % 4) {

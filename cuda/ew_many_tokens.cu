@@ -75,8 +75,8 @@ cudaError_t LaunchTiles(const Problem& problem, int multiprocessors, cudaStream_
     error = EncodeTensorMap(PermutedTokensMap(problem, C::kWindows), &a.x);
   }
   if (error == cudaSuccess && problem.result.dtype != DType::kF32) {
-    error = EncodeTensorMap(TokensMap(problem.result.data, problem.result.dtype, g, g.out_features, kMmaRows),
-                            &a.output.y);
+    error =
+        EncodeTensorMap(TokensMap(problem.result.data, problem.result.dtype, g, g.out_features, kMmaRows), &a.output.y);
   }
   if (error != cudaSuccess) return error;
   const int bytes = a.slots * C::StageBytes(g.q) + C::kFixedBytes;

@@ -15,9 +15,11 @@
 //               8 t + 4 i + 2 h + e, by the strides of the tensor map). Zeros of the operand multiply x as in a dense
 //               product: NaN or infinity in x may spread.
 //
-// Layouts. values [batch, windows, out_features, q], mask [batch, windows, out_features], x [batch, in_features, tokens]
+// Layouts. values [batch, windows, out_features, q], mask [batch, windows, out_features], x [batch, in_features,
+// tokens]
 //   and y [batch, out_features, tokens]; contiguous along the last axis.
-// Ownership. A block (one per multiprocessor, persistent) owns a tile of 128 columns x kTokens tokens at a time; each of
+// Ownership. A block (one per multiprocessor, persistent) owns a tile of 128 columns x kTokens tokens at a time; each
+// of
 //   two consumer warpgroups 64 columns of it, in registers. A stage is two windows. One thread of the third warpgroup
 //   copies values and x. Mask words go from global memory to the registers that need them, two stages ahead.
 // Shared memory (bytes): ring of slots, in each kWindows x 128 columns x 2 q of values (and up to 1 KiB of zeros, so
@@ -277,8 +279,7 @@ class ManyConsumer {
   }
 
   __device__ void MultiplyWindow(float (&d)[kTokens / 2], const uint32_t (&a)[2][4], int window, int accumulate) {
-    const uint64_t inputs =
-        MmaDescriptor(shared_.Inputs(at_.slot) + window * C::kWindow * kLineBytes, kChunkBytes);
+    const uint64_t inputs = MmaDescriptor(shared_.Inputs(at_.slot) + window * C::kWindow * kLineBytes, kChunkBytes);
     MmaFence();
     MmaRegisters<T, kTokens>(d, a[0], inputs, accumulate);
     MmaRegisters<T, kTokens>(d, a[1], inputs + kMmaDepth * kLineBytes / 16, 1);

@@ -31,25 +31,24 @@ __device__ __forceinline__ uint64_t SparseDescriptor(uint32_t address) {
       "+f"(d[i + 7])
 #define NMS_D32(i) NMS_D8(i), NMS_D8(i + 8), NMS_D8(i + 16), NMS_D8(i + 24)
 #define NMS_R10(t) "%" #t "0,%" #t "1,%" #t "2,%" #t "3,%" #t "4,%" #t "5,%" #t "6,%" #t "7,%" #t "8,%" #t "9"
-#define NMS_R60 \
-  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9," NMS_R10(1) "," NMS_R10(2) "," NMS_R10(3) "," NMS_R10(4) "," NMS_R10(5)
+#define NMS_R60 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9," NMS_R10(1) "," NMS_R10(2) "," NMS_R10(3) "," NMS_R10(4) "," NMS_R10(5)
 #define NMS_R64 NMS_R60 ",%60,%61,%62,%63"
-#define NMS_R128                                                                               \
+#define NMS_R128                                                                                   \
   NMS_R60 "," NMS_R10(6) "," NMS_R10(7) "," NMS_R10(8) "," NMS_R10(9) "," NMS_R10(10) "," NMS_R10( \
       11) ",%120,%121,%122,%123,%124,%125,%126,%127"
-#define NMS_SPARSE(n, type, registers, a, b, e, selector, flag, ...)                                                 \
-  asm volatile("{ .reg .pred accumulate; setp.ne.b32 accumulate, %" #flag                                            \
-               ", 0;\n"                                                                                              \
-               "wgmma.mma_async.sp.sync.aligned.m64n" #n "k32.f32." type "." type " {" registers "}, %" #a ", %" #b  \
-               ", %" #e ", %" #selector ", accumulate, 1, 1, 0, 1; }\n"                                              \
-               : __VA_ARGS__                                                                                         \
+#define NMS_SPARSE(n, type, registers, a, b, e, selector, flag, ...)                                                \
+  asm volatile("{ .reg .pred accumulate; setp.ne.b32 accumulate, %" #flag                                           \
+               ", 0;\n"                                                                                             \
+               "wgmma.mma_async.sp.sync.aligned.m64n" #n "k32.f32." type "." type " {" registers "}, %" #a ", %" #b \
+               ", %" #e ", %" #selector ", accumulate, 1, 1, 0, 1; }\n"                                             \
+               : __VA_ARGS__                                                                                        \
                : "l"(a_descriptor), "l"(b_descriptor), "r"(metadata), "n"(kSelector), "r"(accumulate))
-#define NMS_REGISTERS(n, type, registers, a0, a1, a2, a3, b, flag, ...)                                            \
-  asm volatile("{ .reg .pred accumulate; setp.ne.b32 accumulate, %" #flag                                          \
-               ", 0;\n"                                                                                            \
+#define NMS_REGISTERS(n, type, registers, a0, a1, a2, a3, b, flag, ...)                                             \
+  asm volatile("{ .reg .pred accumulate; setp.ne.b32 accumulate, %" #flag                                           \
+               ", 0;\n"                                                                                             \
                "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" registers "}, {%" #a0 ", %" #a1 \
-               ", %" #a2 ", %" #a3 "}, %" #b ", accumulate, 1, 1, 1; }\n"                                          \
-               : __VA_ARGS__                                                                                       \
+               ", %" #a2 ", %" #a3 "}, %" #b ", accumulate, 1, 1, 1; }\n"                                           \
+               : __VA_ARGS__                                                                                        \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_descriptor), "r"(accumulate))
 
 // Keeps a value in its register up to here.
