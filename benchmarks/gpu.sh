@@ -6,12 +6,12 @@
 #                                        cmake and ninja already; nothing is installed
 #
 #   STEPS="build test sanitize bench"    which steps to run
-#   SUITES="decode prefill train paper"  which suites to measure
+#   SUITES="decode prefill train paper model"  which suites to measure
 #   OUT=DIR                              where results and logs go (default: benchmarks/results/<device>/)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 STEPS=${STEPS:-build test sanitize bench}
-SUITES=${SUITES:-decode prefill train paper}
+SUITES=${SUITES:-decode prefill train paper model}
 if [ -z "${PYTHON:-}" ]; then
   make .venv/installed
   .venv/bin/python -m pip install --quiet "jax[cuda13]==$(.venv/bin/python -c 'import jax; print(jax.__version__)')"
@@ -39,7 +39,9 @@ fi
 if wants bench; then
   for suite in $SUITES; do
     out=${OUT:+--out "$OUT/$suite.json"}
+    command="benchmarks.run --suite $suite --peers"
+    if [ "$suite" = model ]; then command=benchmarks.model; fi
     # shellcheck disable=SC2086
-    "$PYTHON" -m benchmarks.run --suite "$suite" --peers $out
+    "$PYTHON" -m $command $out
   done
 fi

@@ -63,7 +63,7 @@ def _masks(pattern: nms.NMPattern) -> np.ndarray:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _weight(key: jax.Array, shape: tuple[int, int], pattern: nms.NMPattern, dtype: str) -> nms.NMSparse:
+def random_weight(key: jax.Array, shape: tuple[int, int], pattern: nms.NMPattern, dtype: str) -> nms.NMSparse:
     layout = Layout(pattern, *shape)
     masks, values, scales = jax.random.split(key, 3)
     words = jnp.asarray(_masks(pattern))
@@ -133,9 +133,9 @@ class Run:
         self.case = case
         self.inputs, sparse, dense = functions(case)
         keys = jax.random.split(_key(case), 64)
-        self.first = _weight(keys[0], case.shape, _pattern(case), case.dtype)
+        self.first = random_weight(keys[0], case.shape, _pattern(case), case.dtype)
         weights = [self.first] + [
-            _weight(k, case.shape, _pattern(case), case.dtype) for k in keys[1 : timing.copies(self.first.nbytes)]
+            random_weight(k, case.shape, _pattern(case), case.dtype) for k in keys[1 : timing.copies(self.first.nbytes)]
         ]
         dtype = activation_dtype(case)
         dense_bytes = case.shape[0] * case.shape[1] * dtype.itemsize

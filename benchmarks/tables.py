@@ -8,6 +8,7 @@ import json
 import math
 import pathlib
 import re
+import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
@@ -117,12 +118,115 @@ def full(run: dict) -> str:
     return _table(header, rows) + "\n" + _provenance(run) + "\n"
 
 
+def models(run: dict) -> str:
+    """One line per whole model."""
+    rows = [
+        [
+            f"decode, batch {row['batch']}" if row["phase"] == "decode" else f"prefill, {row['tokens']} tokens",
+            row["pattern"] if row["block"] == "1x1" else f"{row['pattern']}/{row['block']}",
+            row["head"],
+            row["layers"],
+            f"{row['tokens_per_s']:,.0f}",
+            f"{row['dense_tokens_per_s']:,.0f}",
+            f"{row['dense_us'] / row['time_us']:.2f}",
+            "" if row["floor_us"] is None else f"{100 * row['floor_us'] / row['time_us']:.0f} %",
+            f"{row['bytes'] / 1e9:.2f}",
+            f"{row['dense_bytes'] / 1e9:.2f}",
+            row["kernel"],
+        ]
+        for row in run["rows"]
+    ]
+    header = [
+        "phase",
+        "pattern",
+        "head",
+        "layers",
+        "tokens/s",
+        "dense tokens/s",
+        "ratio",
+        "of the floor",
+        "GB",
+    ]
+    return _table([*header, "dense GB", "kernel of gate and up"], rows) + "\n" + _provenance(run) + "\n"
+
+
+def quality(run: dict) -> str:
+    """One line per pattern: cosine, nearest neighbours kept and output error by every method."""
+    rows: dict[tuple[str, str], dict] = {(row["pattern"], row["method"]): row for row in run["rows"]}
+    patterns, methods = (list(dict.fromkeys(key[i] for key in rows)) for i in (0, 1))
+    forms = (
+        ("cosine_mean", "cosine", lambda x: f"{x:.3f}"),
+        ("neighbours", "10 nearest", lambda x: f"{100 * x:.0f} %"),
+    )
+    header = ["pattern", *(f"{title}, {method}" for _, title, _ in forms for method in methods)]
+    lines = [
+        [pattern, *(form(rows[pattern, method][field]) for field, _, form in forms for method in methods)]
+        for pattern in patterns
+    ]
+    means = [
+        form(sum(rows[pattern, method][field] for pattern in patterns) / len(patterns))
+        for field, _, form in forms
+        for method in methods
+    ]
+    meta = run["meta"]
+    about = (
+        f"{meta['model']}, float32, calibrated on {meta['calibration']['sentences']} sentences "
+        f"({meta['calibration']['tokens']} tokens), measured on {meta['held_out']['sentences']} others. jax "
+        f"{meta['versions']['jax']}, revision {meta['revision']}, {meta['date'][:10]}."
+    )
+    return _table(header, [*lines, ["mean", *means]]) + "\n" + about + "\n"
+
+
+def pruning(run: dict) -> str:
+    """One line per pattern and method: how long pruning one matrix takes."""
+    rows = [
+        [
+            f"{row['size']}x{row['size']}",
+            row["pattern"],
+            row["method"],
+            f"{row['seconds']:.2f}",
+            f"{row['seconds_with_compile']:.2f}",
+            f"{row['relative_error']:.4f}",
+        ]
+        for row in run["rows"]
+    ]
+    header = ["weight", "pattern", "method", "seconds", "with compilation", "relative squared error of x W"]
+    return _table(header, rows) + "\n" + _provenance(run) + "\n"
+
+
+def digits(run: dict) -> str:
+    """One line per kind of network: accuracy over the seeds, and how the masks settle."""
+    dense = run["rows"][0]["accuracy"]
+    rows = []
+    for row in run["rows"]:
+        accuracy, flips = row["accuracy"], row["flip_rate"]
+        settling = [f"{flips[i]:.4f}" for i in (0, len(flips) // 2, -1)] if row["name"] != "dense" else ["", "", ""]
+        mean = statistics.mean(accuracy)
+        change = f"{100 * (mean - statistics.mean(dense)):+.2f}" if row["name"] != "dense" else ""
+        rows.append(
+            [row["name"], f"{100 * mean:.2f} %", f"{100 * min(accuracy):.2f} to {100 * max(accuracy):.2f}", change]
+            + settling
+        )
+    meta = run["meta"]
+    header = ["weights", "accuracy", "range over seeds", "to dense", "flip rate, first epoch", "middle", "last"]
+    about = f"{meta['network']}, {len(dense)} seeds, {meta['epochs']} epochs. jax {meta['versions']['jax']}, "
+    return _table(header, rows) + "\n" + about + meta["date"][:10] + ".\n"
+
+
+_OWN_TABLES = {"quality": quality, "sparsegpt": pruning, "digits": digits, "model": models}
+
+
 def render(name: str, device: str) -> str:
-    """The text of a table: "<suite>" is the summary, "<suite>-brief" less of it, "<suite>-full" every row."""
+    """The text of a table: "<suite>" is the summary, "<suite>-brief" less of it, "<suite>-full" every row.
+
+    "quality" and "digits" lie in a folder "quality", named like a device: they do not depend on one.
+    """
     suite, _, form = name.partition("-")
     run = newest(device, suite)
     if run is None:
         return f"No run of suite {suite} on {device} is recorded yet.\n"
+    if suite in _OWN_TABLES:
+        return _OWN_TABLES[suite](run)
     return full(run) if form == "full" else summary(run, brief=form == "brief")
 
 

@@ -53,9 +53,9 @@ def inputs_for(x: Any, calls: int) -> list[Any]:
     return [roll(x, i) for i in range(calls)]
 
 
-def compile_later(function: Callable, *arguments: Any) -> concurrent.futures.Future:
-    """Lowers now, compiles on a thread; the future gives what calls the executable."""
-    return _POOL.submit(jax.jit(function, keep_unused=True).lower(*arguments).compile)
+def compile_later(function: Callable, *arguments: Any, **options: Any) -> concurrent.futures.Future:
+    """Lowers now, compiles on a thread; the future gives what calls the executable. Options are those of `jax.jit`."""
+    return _POOL.submit(jax.jit(function, keep_unused=True, **options).lower(*arguments).compile)
 
 
 def _program(call: Callable, calls: int) -> Callable:

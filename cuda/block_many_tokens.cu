@@ -71,34 +71,23 @@ cudaError_t PlanStages(const Geometry& g, int max_rows, Arguments* a) {
 template <class C>
 cudaError_t EncodeMaps(const Problem& problem, Arguments* a) {
   const Geometry& g = problem.geometry;
-  const auto map_type = [](DType dtype) {
-    return dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  };
   constexpr uint64_t kBytes = 2;
   const uint64_t line = g.bn * kBytes, list = uint64_t(g.q) * g.bk * line, window = list * g.out_blocks;
   const uint32_t boxed_rows = a->stages_per_window > 1 ? a->rows : g.q * g.bk;
   const TensorMapSpec values{
-      map_type(problem.values.dtype),
+      MapType(problem.values.dtype),
       problem.values.data,
       5,
       {uint64_t(g.bn), uint64_t(g.q) * g.bk, uint64_t(g.out_blocks), uint64_t(g.windows), uint64_t(g.batch)},
       {line, list, window, window * g.windows},
       {kChunk, boxed_rows, 1, uint32_t(a->windows_per_stage), 1}};
-  const uint64_t row = g.tokens * kBytes;
-  const auto tokens_map = [&](const void* data, DType dtype, int64_t rows, int box_rows) {
-    return TensorMapSpec{map_type(dtype),
-                         data,
-                         3,
-                         {uint64_t(g.tokens), uint64_t(rows), uint64_t(g.batch)},
-                         {row, row * rows},
-                         {kChunk, uint32_t(box_rows), 1}};
-  };
   cudaError_t error = EncodeTensorMap(values, &a->values);
   if (error == cudaSuccess && C::kGather == Gather::kBoxes) {
-    error = EncodeTensorMap(tokens_map(problem.x.data, problem.x.dtype, g.in_features, a->run_rows), &a->x);
+    error = EncodeTensorMap(TokensMap(problem.x.data, problem.x.dtype, g, g.in_features, a->run_rows), &a->x);
   }
   if (error == cudaSuccess && problem.result.dtype != DType::kF32) {
-    error = EncodeTensorMap(tokens_map(problem.result.data, problem.result.dtype, g.out_features, kMmaRows), &a->y);
+    error = EncodeTensorMap(TokensMap(problem.result.data, problem.result.dtype, g, g.out_features, kMmaRows),
+                            &a->output.y);
   }
   return error;
 }
@@ -113,26 +102,21 @@ template <class C>
 cudaError_t LaunchTiles(const Problem& problem, const Tuning& tuning, int multiprocessors, cudaStream_t stream) {
   const Geometry& g = problem.geometry;
   Arguments a{};
-  a.geometry = g;
   a.x_data = problem.x.data;
   a.mask = problem.mask;
-  a.epilogue = problem.epilogue;
-  a.result = problem.result;
+  a.output.geometry = g;
+  a.output.epilogue = problem.epilogue;
+  a.output.result = problem.result;
   cudaError_t error = PlanStages<C>(g, tuning.max_rows, &a);
   if (error != cudaSuccess) return error;
   a.slots = std::min<int>(C::kMaxSlots, (kSharedBytes - C::FixedBytes()) / C::StageBytes(a.rows));
-  a.token_tiles = static_cast<int32_t>(CeilDiv(g.tokens, C::kTokens));
-  a.token_group = tuning.token_group;
-  a.out_tiles = static_cast<int32_t>(CeilDiv(g.out_features, C::kOut));
-  const int64_t tiles = g.batch * a.token_tiles * a.out_tiles;
-  if (tiles > kMaxBlocks) return cudaErrorNotSupported;
-  a.tiles = static_cast<int32_t>(tiles);
+  if (!OrderTiles(g, C::kOut, C::kTokens, tuning.token_group, &a.order)) return cudaErrorNotSupported;
   error = EncodeMaps<C>(problem, &a);
   if (error != cudaSuccess) return error;
   const int bytes = a.slots * C::StageBytes(a.rows) + C::FixedBytes();
   error = cudaFuncSetAttribute(ManyTokens<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
-  ManyTokens<C><<<std::min(a.tiles, multiprocessors), C::kThreads, bytes, stream>>>(a);
+  ManyTokens<C><<<std::min(a.order.tiles, multiprocessors), C::kThreads, bytes, stream>>>(a);
   return cudaGetLastError();
 }
 

@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) ManyTokens(const __grid_consta
   }
   uint32_t* const lists = reinterpret_cast<uint32_t*>(storage + (shared.Lists() - shared.base));
   for (int i = threadIdx.x; i < 2 * C::kListEntries; i += C::kThreads) {
-    lists[i] = C::kGather == Gather::kBoxes ? static_cast<uint32_t>(a.geometry.in_features) : C::kZero;
+    lists[i] = C::kGather == Gather::kBoxes ? static_cast<uint32_t>(a.output.geometry.in_features) : C::kZero;
   }
   ProxyFence();
   __syncthreads();
@@ -58,8 +58,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) ManyTokens(const __grid_consta
   } else {
     ClaimRegisters<C::kConsumerRegisters>();
     Consumer<C> consumer(a, shared, warpgroup);
-    for (int index = blockIdx.x; index < a.tiles; index += gridDim.x) consumer.Run(TileAt<C>(a, index));
-    if (threadIdx.x % kWarpgroupSize == 0) StoreWaitRead<0>();
+    for (int index = blockIdx.x; index < a.order.tiles; index += gridDim.x) consumer.Run(TileAt<C>(a, index));
+    consumer.Finish();
   }
 }
 

@@ -16,7 +16,7 @@ class Producer {
   __device__ Producer(const Arguments& a, const SharedMap<C>& shared, uint32_t* lists)
       : a_(a), shared_(shared), lists_(lists), warp_(threadIdx.x / kWarpSize % 4), lane_(threadIdx.x % kWarpSize) {
     // Which unit of which window of a chunk each of this thread's list positions holds: the same for every chunk.
-    const int entries_per_window = a.geometry.q * a.entries_per_unit;
+    const int entries_per_window = a.output.geometry.q * a.entries_per_unit;
 #pragma unroll
     for (int i = 0; i < kPositions; ++i) {
       const int position = threadIdx.x % kWarpgroupSize + i * kWarpgroupSize;
@@ -31,19 +31,19 @@ class Producer {
 
   __device__ void Run() {
     index_ = blockIdx.x;
-    if (index_ >= a_.tiles) return;
+    if (index_ >= a_.order.tiles) return;
     listed_ = TileAt<C>(a_, index_);
     LoadWord();
     ListChunk(lists_);
     NextChunk();
     uint32_t* list = lists_;
     uint32_t* other = lists_ + C::kListEntries;
-    for (int index = blockIdx.x; index < a_.tiles; index += gridDim.x) {
-      const Tile tile = TileAt<C>(a_, index);
+    for (int index = blockIdx.x; index < a_.order.tiles; index += gridDim.x) {
+      const BlockTile tile = TileAt<C>(a_, index);
       int steps = a_.steps;
       for (int window = 0; steps > 0; window += a_.windows_per_chunk) {
         NamedBarrier(kBarrier, kWarpgroupSize);  // `list` is whole, and nobody reads `other` any more
-        if (index_ < a_.tiles) {
+        if (index_ < a_.order.tiles) {
           ListChunk(other);
           NextChunk();
         }
@@ -69,7 +69,7 @@ class Producer {
 
   // Lane l's mask word: that of window l of the chunk, zero beyond the last window.
   __device__ void LoadWord() {
-    const Geometry& g = a_.geometry;
+    const Geometry& g = a_.output.geometry;
     const int64_t window = int64_t{listed_window_} + lane_;
     const bool inside = lane_ < a_.windows_per_chunk && window < g.windows;
     word_ = inside ? __ldg(a_.mask + (listed_.batch * g.windows + window) * g.out_blocks + listed_.block) : 0;
@@ -78,10 +78,10 @@ class Producer {
 
   __device__ void NextChunk() {
     listed_window_ += a_.windows_per_chunk;
-    if (listed_window_ >= a_.geometry.windows) {
+    if (listed_window_ >= a_.output.geometry.windows) {
       listed_window_ = 0;
       index_ += gridDim.x;
-      if (index_ >= a_.tiles) return;
+      if (index_ >= a_.order.tiles) return;
       listed_ = TileAt<C>(a_, index_);
     }
     LoadWord();
@@ -90,7 +90,7 @@ class Producer {
   // Position of the set bit of `bits` that has `rank` set bits below it; the last unit of the window where a corrupt
   // mask has too few.
   __device__ int UnitOfRank(uint32_t bits, int rank) const {
-    if (rank >= __popc(bits)) return a_.geometry.window_units - 1;
+    if (rank >= __popc(bits)) return a_.output.geometry.window_units - 1;
     int unit = 0;
 #pragma unroll
     for (int width = kMaskBits / 2; width > 0; width /= 2) {
@@ -107,7 +107,7 @@ class Producer {
   // An entry is a row of x. For lanes it is readable, with kZero where it stands for zeros; for boxes it may lie beyond
   // in_features, where the copy engine reads zeros.
   __device__ void ListChunk(uint32_t* list) const {
-    const Geometry& g = a_.geometry;
+    const Geometry& g = a_.output.geometry;
     const int rows = static_cast<int>(g.in_features);
 #pragma unroll
     for (int i = 0; i < kPositions; ++i) {
@@ -131,8 +131,8 @@ class Producer {
     uint32_t pitch[kFar], bytes[kFar];
   };
 
-  __device__ LaneSource SourceOf(const Tile& tile) const {
-    const Geometry& g = a_.geometry;
+  __device__ LaneSource SourceOf(const BlockTile& tile) const {
+    const Geometry& g = a_.output.geometry;
     const T* const x = static_cast<const T*>(a_.x_data);
     LaneSource source;
 #pragma unroll
@@ -147,7 +147,7 @@ class Producer {
     return source;
   }
 
-  __device__ void CopyStages(const Tile& tile, int window, int steps, const uint32_t* list) {
+  __device__ void CopyStages(const BlockTile& tile, int window, int steps, const uint32_t* list) {
     LaneSource source;
     if constexpr (C::kGather == Gather::kLanes) source = SourceOf(tile);
     int part = 0, values_row = 0;
@@ -173,7 +173,7 @@ class Producer {
   }
 
   // One thread.
-  __device__ void CopyWeights(const Tile& tile, int window, int row) {
+  __device__ void CopyWeights(const BlockTile& tile, int window, int row) {
 #pragma unroll
     for (int chunk = 0; chunk < C::kOutChunks; ++chunk) {
       LoadBox(shared_.Weights(at_.slot) + chunk * shared_.ChunkBytes(), &a_.values, shared_.Full(at_.slot),
@@ -182,7 +182,8 @@ class Producer {
   }
 
   // Warps own 64-token chunks; where there are fewer chunks than warps, several share one and take turns.
-  __device__ void GatherBoxes(const Tile& tile, int window, int values_row, int row_in_unit, const uint32_t* list) {
+  __device__ void GatherBoxes(const BlockTile& tile, int window, int values_row, int row_in_unit,
+                              const uint32_t* list) {
     constexpr int kTurns = C::kTokenChunks < 4 ? 4 / C::kTokenChunks : 1;
     const int chunk = warp_ % C::kTokenChunks;
     if (warp_ == at_.slot % 4) {
@@ -202,7 +203,7 @@ class Producer {
 
   // Four warps copy 16 rows in a round, kRowsPerPass rows of each warp at once, so that the swizzle phase of a lane's
   // row (row % 8) takes at most two values. The warps take turns in copying the weights.
-  __device__ void GatherLanes(const Tile& tile, int window, int values_row, const LaneSource& source,
+  __device__ void GatherLanes(const BlockTile& tile, int window, int values_row, const LaneSource& source,
                               const uint32_t* list) {
     constexpr int kPasses = 4 / kRowsPerPass;  // of a round
     constexpr int kRounds = 4;
@@ -256,7 +257,7 @@ class Producer {
   RingPosition at_;
   // The chunk that will be listed next.
   int index_ = 0, listed_window_ = 0;
-  Tile listed_;
+  BlockTile listed_;
   uint32_t word_ = 0;
 };
 

@@ -2,10 +2,7 @@
 #ifndef JAX_NMSPARSE_CUDA_BLOCK_MANY_TOKENS_TILES_CUH_
 #define JAX_NMSPARSE_CUDA_BLOCK_MANY_TOKENS_TILES_CUH_
 
-#include "common/problem.h"
-#include "cuda/device.cuh"
-#include "cuda/tma.cuh"
-#include "cuda/wgmma.cuh"
+#include "cuda/feature_major.cuh"
 
 namespace nmsparse::cuda::block {
 
@@ -32,8 +29,7 @@ struct Config {
   static constexpr int kMaxSlots = 16;
   static constexpr int kListEntries = 320;  // of each of the two lists
   static constexpr uint32_t kZero = 1u << 31;
-  static constexpr int kStoreBuffers = 2;  // per consumer, 64 columns x 64 tokens each
-  static constexpr int kStoreBytes = kMmaRows * kLineBytes;
+  using Output = TileOutput<kMmaTokens, 2>;
 
   static_assert(kOut == 64 || kOut == 128, "the two consumers split the columns of a tile or its tokens");
   static_assert(kMmaTokens % kChunk == 0 && kMmaTokens <= 256, "a product spans whole lines and at most 256 tokens");
@@ -44,17 +40,16 @@ struct Config {
     return rows * kLineBytes * (kOutChunks + kTokenChunks);
   }
   __host__ __device__ static constexpr int FixedBytes() {
-    return kConsumers * kStoreBuffers * kStoreBytes + 2 * kListEntries * 4 + 2 * kMaxSlots * 8;
+    return kConsumers * Output::kBytes + 2 * kListEntries * 4 + 2 * kMaxSlots * 8;
   }
 };
 
 struct Arguments {
-  CUtensorMap values, x, y;
-  Geometry geometry;
+  CUtensorMap values, x;
   const void* x_data;
   const uint32_t* mask;
-  Epilogue epilogue;
-  Result result;
+  OutputArguments output;
+  TileOrder order;
   // Stages.
   int32_t rows;               // of a stage, a multiple of 16
   int32_t filled_rows;        // the rest stay zero
@@ -72,30 +67,17 @@ struct Arguments {
   int32_t groups_per_chunk;
   int32_t windows_per_chunk;
   int32_t stages_per_chunk;
-  // Tiles: groups of `token_group` token tiles walk all column tiles together, so that their x stays in the L2 cache.
-  int32_t token_group;
-  int32_t token_tiles;
-  int32_t out_tiles;
-  int32_t tiles;
 };
 
-struct Tile {
-  int32_t batch, out, token;  // first column and token
-  int32_t block, column;      // column block, and first column inside it
+struct BlockTile : Tile {
+  int32_t block, column;  // column block, and first column inside it
 };
 
 template <class C>
-__device__ __forceinline__ Tile TileAt(const Arguments& a, int32_t index) {
-  const int32_t per_batch = a.token_tiles * a.out_tiles;
-  const int32_t batch = index / per_batch;
-  const int32_t in_batch = index % per_batch;
-  const int32_t per_group = a.token_group * a.out_tiles;
-  const int32_t first = in_batch / per_group * a.token_group;
-  const int32_t group = min(a.token_group, a.token_tiles - first);
-  const int32_t in_group = in_batch % per_group;
-  const int32_t out = in_group / group * C::kOut;
-  const int32_t token = (first + in_group % group) * C::kTokens;
-  return {batch, out, token, out / a.geometry.bn, out % a.geometry.bn};
+__device__ __forceinline__ BlockTile TileAt(const Arguments& a, int32_t index) {
+  const Tile tile = a.order.At<C::kOut, C::kTokens>(index);
+  const int32_t bn = a.output.geometry.bn;
+  return {tile, tile.out / bn, tile.out % bn};
 }
 
 // Addresses in shared memory.
@@ -109,7 +91,7 @@ struct SharedMap {
   __device__ uint32_t Inputs(int slot) const { return Weights(slot) + C::kOutChunks * ChunkBytes(); }
   __device__ uint32_t ChunkBytes() const { return rows * kLineBytes; }
   __device__ uint32_t Store(int consumer) const {
-    return base + slots * C::StageBytes(rows) + consumer * C::kStoreBuffers * C::kStoreBytes;
+    return base + slots * C::StageBytes(rows) + consumer * C::Output::kBytes;
   }
   __device__ uint32_t Lists() const { return Store(C::kConsumers); }
   __device__ uint32_t Full(int slot) const { return Lists() + 2 * C::kListEntries * 4 + slot * 8; }

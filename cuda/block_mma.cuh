@@ -147,7 +147,6 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks) BlockMmaKernel(Proble
   const int window_begin = static_cast<int>(geometry.windows * split / plan.splits);
   const int window_end = static_cast<int>(geometry.windows * (split + 1) / plan.splits);
 
-  // Weights first: their addresses hang on nothing.
   const int64_t column = tile_column + column_warp * C::kWarpColumns;
   const bool active = column < geometry.out_blocks * geometry.bn;
   const int64_t block = active ? column / geometry.bn : 0;
@@ -162,9 +161,6 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks) BlockMmaKernel(Proble
                              window_begin * window_pitch + block * kept * geometry.bn + column_in_block,
                          window_pitch, kept, geometry.bn, rows, group * C::kDepth + lane / 8 * 4, groups * C::kDepth,
                          SharedAddress(shared) + ring + write);
-#pragma unroll 1
-  for (int s = 0; s < C::kStages - 1; ++s) stream.Issue(quad);
-
   const int first_block = static_cast<int>(tile_column / geometry.bn);
   const int blocks = static_cast<int>(min(int64_t{plan.blocks}, geometry.out_blocks - first_block));
   const uint32_t* mask = problem.mask + batch * MaskPerBatch(geometry) + int64_t{first_block} * geometry.mask_words;
@@ -231,10 +227,11 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks) BlockMmaKernel(Proble
     const int buffer = threadIdx.x / 8, unit = threadIdx.x % 8;
     *reinterpret_cast<uint4*>(tiles + buffer * Tile::kBytes + Tile::kZeroRow + unit * 16) = make_uint4(0, 0, 0, 0);
   }
-  if (window_begin < window_end) {
-    load(window_begin);
-    store(window_begin, 0);
-  }
+  // The first x and mask before the weights, behind whose queue they would otherwise wait.
+  if (window_begin < window_end) load(window_begin);
+#pragma unroll 1
+  for (int s = 0; s < C::kStages - 1; ++s) stream.Issue(quad);
+  if (window_begin < window_end) store(window_begin, 0);
   __syncthreads();
 
   // Row r of 8x8 tile i, as ldmatrix counts: mma depth index r (i even) or 8 + r (i odd).

@@ -26,6 +26,7 @@
 #ifndef JAX_NMSPARSE_CUDA_EW_SPARSE24_CUH_
 #define JAX_NMSPARSE_CUDA_EW_SPARSE24_CUH_
 
+#include "cuda/ew_metadata.cuh"
 #include "cuda/ew_ring.cuh"
 
 namespace nmsparse::cuda::ew {
@@ -71,14 +72,6 @@ __device__ __forceinline__ void MultiplySparse(float (&sum)[4], uint32_t a0, uin
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(metadata),
           "n"(kSelector));
   }
-}
-
-// `groups`: eight groups of four mask bits b3 b2 b1 b0, two of them set. Returns the two positions of each: the lower
-// is 0 with b0, 1 with b1 but not b0, else 2; the higher is 3 with b3, else 2 with b2, else 1.
-__device__ __forceinline__ uint32_t Metadata(uint32_t groups) {
-  const uint32_t right = groups >> 1, left = groups << 1;
-  return (~groups & right & 0x11111111u) | (~left & ~groups & 0x22222222u) | ((right | ~groups) & 0x44444444u) |
-         ((groups | left) & 0x88888888u);
 }
 
 template <class C>

@@ -23,18 +23,17 @@
 #define JAX_NMSPARSE_CUDA_EW_SPMV_CUH_
 
 #include "cuda/ew_kept.cuh"
+#include "cuda/stage_rows.cuh"
 
 namespace nmsparse::cuda::ew {
 
 // kQ = 0: q is known at run time only.
-template <class Value_, class Acc_, int kQ_, int kTokens_, int kWarps_, int kUnroll_, int kLaneColumns_ = 1,
-          int kAhead_ = 0>
+template <class Value_, class Acc_, int kQ_, int kTokens_, int kWarps_, int kUnroll_, int kLaneColumns_ = 1>
 struct SpmvConfig {
   using Value = Value_;
   using Acc = Acc_;
   static constexpr int kQ = kQ_, kTokens = kTokens_, kWarps = kWarps_, kUnroll = kUnroll_;
   static constexpr int kLaneColumns = kLaneColumns_;
-  static constexpr int kAhead = kAhead_;  // steps by which weights are asked into L2 before they are loaded
   static constexpr int kColumns = kWarpSize * kLaneColumns;
   static constexpr int kLead = 16;
   static constexpr int kSumsBytes = 4 * kWarps * kTokens * kColumns;
@@ -51,59 +50,6 @@ struct SpmvPlan {
   int32_t split_windows;  // windows per block
   int32_t chunk_windows;  // of which x is staged at a time
 };
-
-// Rows [0, rows) of one token to shared memory; rows from `present` on are zeros.
-template <class Acc, class X>
-__device__ __forceinline__ void StageRow(const X* row, int rows, int present, Acc* staged) {
-  constexpr int kVector = 16 / sizeof(X);
-  if (present == rows && reinterpret_cast<uintptr_t>(row) % 16 == 0) {
-    for (int i = threadIdx.x * kVector; i < rows; i += blockDim.x * kVector) {
-      const uint4 raw = __ldg(reinterpret_cast<const uint4*>(row + i));
-      X part[kVector];
-      memcpy(part, &raw, 16);
-#pragma unroll
-      for (int j = 0; j < kVector; j += 4) {
-        Acc wide[4];
-#pragma unroll
-        for (int k = 0; k < 4; ++k) wide[k] = ToAccumulator<Acc>(part[j + k]);
-        uint4 quad;
-        memcpy(&quad, wide, 16);
-        *reinterpret_cast<uint4*>(staged + i + j) = quad;
-      }
-    }
-  } else {
-    for (int i = threadIdx.x; i < rows; i += blockDim.x) staged[i] = i < present ? ToAccumulator<Acc>(row[i]) : Acc(0);
-  }
-}
-
-// The rare dtypes of x, out of the way of the instruction cache.
-template <class Acc>
-__device__ __noinline__ void StageRowOfAnyType(const void* x, DType dtype, int64_t first, int rows, int present,
-                                               Acc* staged) {
-  WithInputType<Acc>(
-      dtype, [&](auto zero) { StageRow(static_cast<const decltype(zero)*>(x) + first, rows, present, staged); });
-}
-
-template <class C>
-__device__ __forceinline__ void StageChunk(const Problem& problem, int64_t batch, int64_t window, int windows,
-                                           int64_t stride, typename C::Acc* x) {
-  using Acc = typename C::Acc;
-  const Geometry& geometry = problem.geometry;
-  const int rows = windows * kWindow;
-#pragma unroll 1
-  for (int token = 0; token < C::kTokens; ++token) {
-    const int64_t row = window * kWindow, left = token < geometry.tokens ? geometry.in_features - row : 0;
-    const int present = static_cast<int>(max(int64_t{0}, min(int64_t{rows}, left)));
-    const int64_t first =
-        (batch * geometry.tokens + min(int64_t{token}, geometry.tokens - 1)) * geometry.in_features + row;
-    Acc* staged = x + token * stride;
-    if (std::is_same_v<Acc, float> && problem.x.dtype == DType::kBF16) {
-      StageRow(static_cast<const __nv_bfloat16*>(problem.x.data) + first, rows, present, staged);
-    } else {
-      StageRowOfAnyType<Acc>(problem.x.data, problem.x.dtype, first, rows, present, staged);
-    }
-  }
-}
 
 template <class C>
 __device__ __forceinline__ void MultiplyKept(typename C::Acc weight, const typename C::Acc* x, int64_t stride, int row,
@@ -153,38 +99,7 @@ __global__ void __launch_bounds__(kWarpSize* C::kWarps, C::kQ > 0 && C::kWarps *
       values += values_step;
     }
   };
-  // Lines of the next windows are asked into L2 without registers to hold them: each lane owns one 128-byte line of a
-  // window's run of values or of mask words.
-  const char* line = nullptr;
-  int64_t line_step = 0;
-  int line_window = first + warp;
-  if constexpr (C::kAhead > 0) {
-    constexpr int kLine = 128;
-    const int64_t start = (batch * geometry.windows + line_window) * out + first_column;
-    const int columns = static_cast<int>(min(int64_t{C::kColumns}, out - first_column));
-    const int run = columns * q * static_cast<int>(sizeof(Value));
-    const int lines = min((run + kLine - 1) / kLine, kWarpSize - C::kLaneColumns);
-    if (lane < lines) {
-      line = static_cast<const char*>(problem.values.data) + start * q * sizeof(Value) + lane * kLine;
-      line_step = values_step;
-    } else if ((lane - lines) * kLine < columns * 4) {
-      line = reinterpret_cast<const char*>(problem.mask + start) + (lane - lines) * kLine;
-      line_step = mask_step * 4;
-    }
-  }
-  auto ask_ahead = [&] {
-    if constexpr (C::kAhead > 0) {
-#pragma unroll
-      for (int u = 0; u < C::kUnroll; ++u) {
-        if (line != nullptr && line_window < last) asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
-        line += line_step;
-        line_window += C::kWarps;
-      }
-    }
-  };
   int window = first + warp;
-#pragma unroll 1
-  for (int i = 0; i < C::kAhead; ++i) ask_ahead();
   load(window);
 
   Acc* x = reinterpret_cast<Acc*>(shared + C::kLead);
@@ -196,7 +111,7 @@ __global__ void __launch_bounds__(kWarpSize* C::kWarps, C::kQ > 0 && C::kWarps *
   for (int chunk = first; chunk < last; chunk += plan.chunk_windows) {
     const int chunk_end = min(chunk + plan.chunk_windows, last);
     if (chunk != first) __syncthreads();
-    StageChunk<C>(problem, batch, chunk, chunk_end - chunk, stride, x);
+    StageRows<C>(problem, batch, int64_t{chunk} * kWindow, (chunk_end - chunk) * kWindow, stride, x);
     __syncthreads();
 
     // The plan makes chunks whole numbers of kWarps * kUnroll windows, but for the last.
@@ -207,7 +122,6 @@ __global__ void __launch_bounds__(kWarpSize* C::kWarps, C::kQ > 0 && C::kWarps *
 #pragma unroll
       for (int u = 0; u < C::kUnroll; ++u) kept[u] = next[u], bits[u] = next_bits[u], kept_values[u] = next_values[u];
       load(window + C::kWarps * C::kUnroll);
-      ask_ahead();
 #pragma unroll
       for (int u = 0; u < C::kUnroll; ++u) {
         if (window + u * C::kWarps >= last) break;

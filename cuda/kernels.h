@@ -48,29 +48,42 @@ cudaError_t EwWgmmaSddmm(const Problem& problem, cudaStream_t stream);
 cudaError_t BlockFmaSpmm(const Problem& problem, cudaStream_t stream);
 
 // block_few_tokens.cu: 1 to 128 tokens, bfloat16 or float16, bn a multiple of 16, on tensor cores.
+// block_spmv.cu: one to four tokens, any dtypes but int8 activations, on CUDA cores, where bytes decide.
 // block_simt.cu: few tokens, float32 arithmetic, any block and weight dtype but int8 activations.
 // few_tokens_t.cu: the transposed product for few tokens, every pattern and block.
 // block_t_mma.cu: the same on tensor cores, vector-wise bfloat16 or float16, bn a multiple of 64, q at most 16.
 cudaError_t BlockMmaSpmm(const Problem& problem, cudaStream_t stream);
+cudaError_t BlockSpmv(const Problem& problem, cudaStream_t stream);
 cudaError_t BlockSimtSpmm(const Problem& problem, cudaStream_t stream);
 cudaError_t FewTokensSpmmT(const Problem& problem, cudaStream_t stream);
 cudaError_t BlockMmaSpmmT(const Problem& problem, cudaStream_t stream);
 
-// Element-wise weights (block 1x1, windows of 32). ew_spmv.cu: one to four tokens, any dtypes, on CUDA cores.
+// Element-wise weights (block 1x1, windows of 32). ew_spmv.cu: one to four tokens, any dtypes, on CUDA cores;
+// ew_spmv_wave.cu: one token of large weights.
 // ew_few_tokens.cu: bfloat16 or float16 x, on tensor cores: EwFewTokens to 32 tokens, EwSparse24 (2 of every 4) to 64.
 cudaError_t EwSpmv(const Problem& problem, cudaStream_t stream);
+cudaError_t EwSpmvWave(const Problem& problem, cudaStream_t stream);
 cudaError_t EwFewTokens(const Problem& problem, cudaStream_t stream);
 cudaError_t EwSparse24(const Problem& problem, cudaStream_t stream);
+
+// ew_many_tokens.cu: element-wise weights, bfloat16 or float16, on sm_90 alone, feature-major as BlockWgmmaSpmm.
+// EwWgmmaSparse24: 2 of every 4. EwWgmma: any q, whole windows of in_features.
+cudaError_t EwWgmmaSparse24(const Problem& problem, cudaStream_t stream);
+cudaError_t EwWgmma(const Problem& problem, cudaStream_t stream);
 
 inline constexpr Kernel kSpmmKernels[] = {
     {"simple", SimpleSpmm},
     {"block_mma", BlockMmaSpmm},
+    {"block_spmv", BlockSpmv},
     {"block_simt", BlockSimtSpmm},
     {"ew_spmv", EwSpmv},
+    {"ew_spmv_wave", EwSpmvWave},
     {"ew_few_tokens", EwFewTokens},
     {"ew_sparse24", EwSparse24},
     // Feature-major:
     {"block_wgmma", BlockWgmmaSpmm, true},
+    {"ew_wgmma_sparse24", EwWgmmaSparse24, true},
+    {"ew_wgmma", EwWgmma, true},
     {"block_fma", BlockFmaSpmm, true},
 };
 

@@ -64,6 +64,38 @@ __device__ __forceinline__ void NamedBarrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// ------------------------------------------------------------------------------------------------------- clusters
+
+__device__ __forceinline__ uint32_t ClusterRank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+// All threads of all blocks of the cluster.
+__device__ __forceinline__ void ClusterBarrier() {
+  asm volatile("barrier.cluster.arrive; barrier.cluster.wait;" ::: "memory");
+}
+// Arrives at the barrier that lies where `barrier` does in the block of that rank.
+__device__ __forceinline__ void BarrierArriveAt(uint32_t barrier, uint32_t rank) {
+  asm volatile(
+      "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;"
+      " mbarrier.arrive.shared::cluster.b64 _, [remote]; }" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}
+
+// The shared-memory address in block `rank` of the cluster that is `address` here.
+__device__ __forceinline__ uint32_t Elsewhere(uint32_t address, int rank) {
+  uint32_t mapped;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
+  return mapped;
+}
+
+// Arrives at barrier `id` without waiting: others wait for it by NamedBarrier of the same number of threads.
+__device__ __forceinline__ void NamedBarrierArrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // One position of a ring of shared-memory slots and the parity of its current round.
 struct RingPosition {
   int slot = 0;
@@ -75,20 +107,6 @@ struct RingPosition {
     }
   }
 };
-
-// -------------------------------------------------------------------------------------------------------- clusters
-
-// All threads of all blocks of the cluster.
-__device__ __forceinline__ void ClusterBarrier() {
-  asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::: "memory");
-}
-
-// The shared-memory address in block `rank` of the cluster that is `address` here.
-__device__ __forceinline__ uint32_t Elsewhere(uint32_t address, int rank) {
-  uint32_t mapped;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
-  return mapped;
-}
 
 // ------------------------------------------------------------------------------------------------------- registers
 
@@ -123,13 +141,39 @@ __device__ __forceinline__ void LoadBox(uint32_t to, const CUtensorMap* map, uin
       "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2)
       : "memory");
 }
-// The same for a 5-axis map.
+// The same for a 4-axis and a 5-axis map.
+__device__ __forceinline__ void LoadBox(uint32_t to, const CUtensorMap* map, uint32_t barrier, int c0, int c1, int c2,
+                                        int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+      "[%2];" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
 __device__ __forceinline__ void LoadBox(uint32_t to, const CUtensorMap* map, uint32_t barrier, int c0, int c1, int c2,
                                         int c3, int c4) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
       " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(to),
       "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
+// The same into the same place of every block of the cluster whose bit is set in `blocks`; each block's barrier at the
+// place of `barrier` counts the bytes.
+__device__ __forceinline__ void LoadBoxMulticast(uint32_t to, const CUtensorMap* map, uint32_t barrier, uint16_t blocks,
+                                                 int c0, int c1, int c2) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%4, %5, %6}], [%2], %3;" ::"r"(to),
+      "l"(map), "r"(barrier), "h"(blocks), "r"(c0), "r"(c1), "r"(c2)
+      : "memory");
+}
+__device__ __forceinline__ void LoadBoxMulticast(uint32_t to, const CUtensorMap* map, uint32_t barrier, uint16_t blocks,
+                                                 int c0, int c1, int c2, int c3, int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%4, %5, %6, %7, %8}], [%2], %3;" ::"r"(to),
+      "l"(map), "r"(barrier), "h"(blocks), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
       : "memory");
 }
 // A run of global memory -> shared memory: addresses and size are multiples of 16 bytes.
@@ -159,7 +203,7 @@ __device__ __forceinline__ void CopyAsync16(uint32_t to, const void* from, uint3
 // ---------------------------------------------------------------------------------------------- tensor maps (host)
 
 // Describes a row-major tensor of 16-bit elements, axes from the innermost, and the box that one copy moves. The box's
-// innermost axis fills one line of 128 bytes, swizzled as wgmma.cuh states.
+// innermost axis fills one line of 128 bytes, swizzled as wgmma.cuh states, or what another swizzle says.
 struct TensorMapSpec {
   CUtensorMapDataType dtype;
   const void* data;  // 16-byte aligned
@@ -167,6 +211,7 @@ struct TensorMapSpec {
   uint64_t sizes[5];
   uint64_t strides[4];  // bytes, of axes 1 and up; multiples of 16
   uint32_t box[5];
+  CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
 };
 
 inline cudaError_t EncodeTensorMap(const TensorMapSpec& spec, CUtensorMap* map) {
@@ -188,10 +233,9 @@ inline cudaError_t EncodeTensorMap(const TensorMapSpec& spec, CUtensorMap* map) 
   cuuint64_t sizes[5], strides[4];
   for (int i = 0; i < spec.axes; ++i) sizes[i] = spec.sizes[i];
   for (int i = 0; i + 1 < spec.axes; ++i) strides[i] = spec.strides[i];
-  const CUresult result =
-      encode(map, spec.dtype, static_cast<cuuint32_t>(spec.axes), const_cast<void*>(spec.data), sizes, strides,
-             spec.box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encode(map, spec.dtype, static_cast<cuuint32_t>(spec.axes), const_cast<void*>(spec.data),
+                                 sizes, strides, spec.box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, spec.swizzle,
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 

@@ -247,11 +247,8 @@ def sparsify(params: Mapping[str, Any], pattern: nms.NMPattern) -> dict[str, Any
     Returns:
       ``{"params": ..., "nm_mask": ...}``.
     """
-    layers = {name: NMSparseDense.from_dense(layer, pattern) for name, layer in params.items() if is_projection(name)}
-    return {
-        "params": {name: layers[name]["params"] if name in layers else layer for name, layer in params.items()},
-        MASK_COLLECTION: {name: layer[MASK_COLLECTION] for name, layer in layers.items()},
-    }
+    variables, _ = nms.sparsify(params, {f"^{name}/kernel$": pattern for name in params if is_projection(name)})
+    return variables
 
 
 def merge(variables: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import operator
 from collections.abc import Sequence
@@ -12,10 +11,10 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
+from jax_nmsparse import conversions
 from jax_nmsparse import layout as layout_lib
 from jax_nmsparse.layout import Layout
 from jax_nmsparse.pattern import NMPattern
@@ -248,10 +247,11 @@ class NMSparse:
                 "fromdense: the dense weight is traced, so its groups cannot be checked; "
                 "under jit use prune(dense, pattern), which keeps the largest units"
             )
-        mask, excess = _nonzero_mask(dense, Layout(pattern, *dense.shape[-2:]))
-        if int(excess) > 0:
+        mask, too_many = conversions.nonzero_mask(dense, Layout(pattern, *dense.shape[-2:]))
+        excess = int(jnp.sum(too_many))
+        if excess > 0:
             raise ValueError(
-                f"fromdense: {int(excess)} groups hold more than {pattern.n} nonzero units of {pattern.m} "
+                f"fromdense: {excess} groups hold more than {pattern.n} nonzero units of {pattern.m} "
                 f"(pattern {pattern}, groups along in_features, axis -2); use prune(dense, pattern)"
             )
         return cls._from_units(dense, mask, pattern)
@@ -259,7 +259,7 @@ class NMSparse:
     @classmethod
     def _from_units(cls, dense: jax.Array, mask: jax.Array, pattern: NMPattern) -> NMSparse:
         """Gathers the units that `mask` (with its word axis) names."""
-        values = _gather_units(dense, mask, Layout(pattern, *dense.shape[-2:]))
+        values = conversions.gather_units(dense, mask, Layout(pattern, *dense.shape[-2:]))
         return cls(values, mask if pattern.mask_words > 1 else mask[..., 0], shape=dense.shape, pattern=pattern)
 
     @property
@@ -269,15 +269,15 @@ class NMSparse:
 
     def todense(self) -> jax.Array:
         """The dense weight ``[..., in_features, out_features]``; quantised values come back as float32."""
-        return _dense(self.values, self.mask_with_words, self.scales, self.layout)
+        return conversions.dense(self.values, self.mask_with_words, self.scales, self.layout)
 
     def indices(self) -> jax.Array:
         """Position of every kept unit inside its group, 0 to m - 1: int32 ``[..., windows, out_blocks, q]``."""
-        return _positions(self.mask_with_words, self.layout) % self.pattern.m
+        return conversions.positions(self.mask_with_words, self.layout) % self.pattern.m
 
     def keep(self) -> jax.Array:
         """Which elements are kept: bool ``[..., in_features, out_features]`` (kept units may hold zeros)."""
-        return _kept(self.mask_with_words, self.layout)
+        return conversions.kept(self.mask_with_words, self.layout)
 
     def astype(self, dtype) -> NMSparse:
         """The same weight with values of another float dtype; quantised values are multiplied out."""
@@ -289,7 +289,7 @@ class NMSparse:
             raise TypeError(f"astype: {dtype.name} needs scales; use quantize(w, {dtype.name!r})")
         values = self.values
         if self.scales is not None:
-            values = values.astype(jnp.float32) * scales_like_values(self.scales, self.layout)
+            values = values.astype(jnp.float32) * conversions.scales_like_values(self.scales, self.layout)
         return self._replace(values=values.astype(dtype), scales=None)
 
     def with_values(self, values: jax.Array) -> NMSparse:
@@ -298,7 +298,7 @@ class NMSparse:
             got = tuple(values.shape) if _is_array(values) else type(values).__name__
             raise ValueError(f"with_values: values has shape {got}, expected {tuple(self.values.shape)}")
         check_value_dtype("with_values", values.dtype)
-        return self._replace(values=_zero_padding(values, self.mask_with_words, self.layout))
+        return self._replace(values=conversions.zero_padding(values, self.mask_with_words, self.layout))
 
     def _replace(self, **leaves) -> NMSparse:
         old = {"values": self.values, "mask": self.mask, "scales": self.scales}
@@ -329,7 +329,7 @@ class NMSparse:
         wrong = int((groups != self.pattern.n).sum())
         if wrong:
             raise ValueError(f"validate: {wrong} groups of mask keep another number of units than {self.pattern.n}")
-        clean = _zero_padding(self.values, mask, layout)
+        clean = conversions.zero_padding(self.values, mask, layout)
         differs = (clean != self.values) & ~(jnp.isnan(clean) & jnp.isnan(self.values))
         dirty = int(np.sum(np.asarray(differs)))
         if dirty:
@@ -347,86 +347,6 @@ class NMSparse:
         from jax_nmsparse import ops  # noqa: PLC0415  (the product is defined in a layer above the array)
 
         return ops.spmm(x, self)
-
-
-def _nonzero(x: jax.Array) -> jax.Array:
-    """x != 0 by bits, so that subnormal numbers survive a device that flushes them; -0.0 is zero."""
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        return x != 0
-    unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
-    return (lax.bitcast_convert_type(x, unsigned) << 1) != 0
-
-
-def _any_in_unit(flags: jax.Array, layout: Layout) -> jax.Array:
-    return jnp.any(layout_lib.to_units(flags, layout), axis=(-2, -1))
-
-
-@jax.jit(static_argnums=1)
-def _nonzero_mask(dense: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array]:
-    """The mask of the nonzero units, filled up to n in every group, and how many groups hold more than n."""
-    nonzero = _any_in_unit(_nonzero(dense), layout)
-    groups = nonzero.reshape(*nonzero.shape[:-1], -1, layout.pattern.m)
-    excess = jnp.sum(jnp.sum(groups, axis=-1) > layout.pattern.n)
-    return layout_lib.select(nonzero.astype(jnp.float32), layout), excess
-
-
-@jax.jit(static_argnums=2)
-def _compress(dense: jax.Array, mask: jax.Array, layout: Layout) -> jax.Array:
-    return layout_lib.compress(layout_lib.to_units(dense, layout), mask, layout)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _gather_units(dense: jax.Array, mask: jax.Array, layout: Layout) -> jax.Array:
-    """The kept units, moved as bits: XLA's CPU backend moves bfloat16 through float32 and flushes subnormal numbers.
-
-    The two casts are outside the jitted function, where XLA would cancel them.
-    """
-    if not jnp.issubdtype(dense.dtype, jnp.floating):
-        return _compress(dense, mask, layout)
-    bits = lax.bitcast_convert_type(dense, jnp.dtype(f"uint{8 * dense.dtype.itemsize}"))
-    return lax.bitcast_convert_type(_compress(bits, mask, layout), dense.dtype)
-
-
-@_gather_units.defjvp
-def _gather_units_jvp(layout, primals, tangents):
-    # Linear in dense: the tangent is gathered as numbers, so that it can be transposed.
-    return _gather_units(*primals, layout), _compress(tangents[0], primals[1], layout)
-
-
-_positions = jax.jit(layout_lib.kept_positions, static_argnums=1)
-
-
-@jax.jit(static_argnums=3)
-def _dense(values: jax.Array, mask: jax.Array, scales: jax.Array | None, layout: Layout) -> jax.Array:
-    values = values if scales is None else values.astype(jnp.float32)
-    dense = layout_lib.from_units(layout_lib.expand(values, mask, layout), layout)
-    return dense if scales is None else dense * scales[..., None, :]
-
-
-@jax.jit(static_argnums=1)
-def _kept(mask: jax.Array, layout: Layout) -> jax.Array:
-    bits = layout_lib.unpack_bits(mask, layout.window_units)
-    units = jnp.broadcast_to(bits[..., None, None], bits.shape + (layout.bk, layout.bn))
-    return layout_lib.from_units(units, layout)
-
-
-def scales_like_values(scales: jax.Array, layout: Layout) -> jax.Array:
-    """``[..., out_features]`` -> ``[..., 1, out_blocks, 1, 1, bn]``; padding columns get 1."""
-    pad = [(0, 0)] * (scales.ndim - 1) + [(0, layout.padded_out - layout.out_features)]
-    padded = jnp.pad(scales, pad, constant_values=1.0)
-    return padded.reshape(*scales.shape[:-1], 1, layout.out_blocks, 1, 1, layout.bn)
-
-
-@jax.jit(static_argnums=2)
-def _zero_padding(values: jax.Array, mask: jax.Array, layout: Layout) -> jax.Array:
-    """Values with zeros where a kept unit reaches beyond in_features or out_features."""
-    if layout.padded_in == layout.in_features and layout.padded_out == layout.out_features:
-        return values
-    unit = _positions(mask, layout) + layout.window_units * jnp.arange(layout.windows)[:, None, None]
-    row = unit[..., None, None] * layout.bk + jnp.arange(layout.bk)[:, None]
-    column = (jnp.arange(layout.out_blocks)[:, None] * layout.bn + jnp.arange(layout.bn))[:, None, None, :]
-    inside = (row < layout.in_features) & (column < layout.out_features)
-    return jnp.where(inside, values, jnp.zeros((), values.dtype))
 
 
 def _serialize_aux(aux: tuple[NMPattern, tuple[int, int]]) -> bytes:

@@ -7,6 +7,8 @@ import contextvars
 import dataclasses
 from collections.abc import Iterator
 
+from jax import export
+
 from jax_nmsparse import native, tuning
 from jax_nmsparse.kernels import KERNELS, Call, Kernel
 
@@ -44,6 +46,34 @@ def only_kernel(name: str) -> Iterator[None]:
         _ONLY.reset(token)
 
 
+_ELSEWHERE: contextvars.ContextVar[tuple[str | None] | None] = contextvars.ContextVar("elsewhere", default=None)
+
+
+@contextlib.contextmanager
+def compiling_elsewhere(capability: str | None) -> Iterator[None]:
+    """Inside, kernels are chosen for another machine, which has every native module: for export.
+
+    Args:
+      capability: Compute capability of its GPUs ("9.0"); None for kernels that run on all of them.
+    """
+    token = _ELSEWHERE.set((capability,))
+    try:
+        yield
+    finally:
+        _ELSEWHERE.reset(token)
+
+
+def _capability() -> str | None:
+    elsewhere = _ELSEWHERE.get()
+    return elsewhere[0] if elsewhere else native.cuda_capability()
+
+
+def circumstances() -> str:
+    """What the choice of a kernel depends on beside the call, as text."""
+    loaded = sorted(name for name, module in native.MODULES.items() if module.loaded)
+    return repr((loaded, native.cuda_capability(), _ELSEWHERE.get(), _ONLY.get()))
+
+
 def _kernels(call: Call, implementation: str, capability: str | None) -> list[Kernel]:
     """The kernels of an implementation for the operation and device, whether or not they take the call."""
     only = _ONLY.get()
@@ -61,10 +91,12 @@ def rejection(call: Call, implementation: str, capability: str | None = None) ->
     """Why a named implementation cannot run the call on any machine, or None."""
     if implementation in ("xla", "dense"):
         return None
+    if export.is_symbolic_dim(call.tokens) or export.is_symbolic_dim(call.batch):
+        return f"the number of tokens is symbolic ({call.batch} x {call.tokens}), and a kernel is chosen for a number"
     module = native.MODULES[implementation]
-    if not module.loaded:
+    if not module.loaded and _ELSEWHERE.get() is None:
         return f"the native module _{implementation} {module.problem}"
-    kernels = _kernels(call, implementation, capability or native.cuda_capability())
+    kernels = _kernels(call, implementation, capability or _capability())
     if not kernels:
         return f"it has no kernel {_ONLY.get()!r} for {call.op} on this device"
     reasons = [k.rejects(call) for k in kernels]
@@ -83,7 +115,7 @@ def choose(call: Call, platform: str, implementation: str | None, capability: st
     Raises:
       NotImplementedError: Where a named implementation cannot run here.
     """
-    capability = capability or native.cuda_capability()
+    capability = capability or _capability()
     if implementation in ("xla", "dense"):
         return Choice(implementation, None, "asked for")
     if implementation is not None:

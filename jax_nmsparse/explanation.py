@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jax_nmsparse import dispatch, ops
+from jax_nmsparse import dispatch, native, ops
 from jax_nmsparse.array import NMSparse
 from jax_nmsparse.dispatch import Choice
 from jax_nmsparse.kernels import Call
@@ -39,6 +40,9 @@ DEVICES: dict[str, Ceilings] = {
     ),
 }
 """Ceilings by `device_kind`."""
+
+
+_OTHER_PLATFORMS = ("tpu", "rocm", "metal")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,14 +125,16 @@ def _make_call(op: str, x: Any, w: Any, precision: Any, preferred: Any) -> Call:
             return ops.sddmm(x, jnp.zeros((*x.shape[:-1], w.out_features), x.dtype), w, precision=precision)
         return ops.spmm(x, w, transpose=op == "spmm_t", precision=precision, preferred_element_type=preferred)
 
-    jaxpr = jax.make_jaxpr(trace)(x, w)
+    # Without shardings: on a mesh of explicit axis types a product would be traced in parts.
+    jaxpr = jax.make_jaxpr(trace)(*jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (x, w)))
     (equation,) = [e for e in jaxpr.eqns if e.primitive.name == f"nm_{op}"]
-    first, second = (v.aval for v in equation.invars[:2])
+    first, second, mask = (v.aval for v in equation.invars[:3])
+    lead = mask.ndim - 3
     return Call(
         op,
         equation.params["layout"],
-        first.shape[0],
-        first.shape[1],
+        math.prod(first.shape[:lead]),
+        math.prod(first.shape[lead:-1]),
         first.dtype,
         second.dtype,
         equation.params["dtype"],
@@ -139,6 +145,12 @@ def _make_call(op: str, x: Any, w: Any, precision: Any, preferred: Any) -> Call:
 def _device(device: Any) -> tuple[str, str]:
     """(lowering platform, device kind)."""
     if isinstance(device, str):
+        if device not in (*native.MODULES, *_OTHER_PLATFORMS, *DEVICES) and not device.upper().startswith("NVIDIA"):
+            names = ", ".join(map(repr, (*native.MODULES, *_OTHER_PLATFORMS, *DEVICES)))
+            raise ValueError(
+                f"explain: device is {device!r}, expected a jax.Device, a platform or a device kind: {names} or "
+                "another kind that starts with NVIDIA"
+            )
         return ("cuda" if device.upper().startswith("NVIDIA") else device), device
     device = jax.devices()[0] if device is None else device
     return (
@@ -151,6 +163,49 @@ def _rate(call: Call, ceilings: Ceilings) -> float:
     if dtype == "float32" and not call.is_exact:
         dtype = "tf32"
     return ceilings.flops.get(dtype, ceilings.flops["float32"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What a call moves and computes; the attributes are those of `Explanation`."""
+
+    values_bytes: int
+    mask_bytes: int
+    activation_bytes: int
+    kept_flops: int
+    dense_bytes: int
+    dense_flops: int
+    floor_us: float | None
+    dense_floor_us: float | None
+
+
+def cost(call: Call, ceilings: Ceilings | None) -> Cost:
+    """The cost model: every operand moves once; a floor is bytes over bandwidth or FLOPs over rate, if that is more."""
+    layout, size = call.layout, jnp.dtype(call.values_dtype).itemsize
+    kept = call.batch * layout.values_bytes(jnp.int8)
+    features = {"spmm": layout.in_features, "spmm_t": layout.out_features, "sddmm": layout.in_features}[call.op]
+    other = {"spmm": layout.out_features, "spmm_t": layout.in_features, "sddmm": layout.out_features}[call.op]
+    rows = call.batch * call.tokens
+    activations = rows * (features * jnp.dtype(call.x_dtype).itemsize + other * jnp.dtype(call.dtype).itemsize)
+    dense = call.batch * layout.in_features * layout.out_features
+    values_bytes, mask_bytes = kept * size, call.batch * layout.mask_bytes()
+    kept_flops, dense_flops = 2 * call.tokens * kept, 2 * call.tokens * dense
+    floor = dense_floor = None
+    if ceilings is not None:
+        rate = _rate(call, ceilings)
+        moved = values_bytes + mask_bytes + activations
+        floor = 1e6 * max(moved / ceilings.bandwidth, kept_flops / rate)
+        dense_floor = 1e6 * max((dense * size + activations) / ceilings.bandwidth, dense_flops / rate)
+    return Cost(
+        values_bytes,
+        mask_bytes,
+        activations,
+        kept_flops,
+        dense * size + activations,
+        dense_flops,
+        floor,
+        dense_floor,
+    )
 
 
 def explain(
@@ -191,35 +246,7 @@ def explain(
     platform, kind = _device(device)
     ceilings = DEVICES.get(kind)
     choice = dispatch.choose(call, platform, implementation, ceilings.capability if ceilings else None)
-    layout, size = call.layout, jnp.dtype(call.values_dtype).itemsize
-    kept = call.batch * layout.values_bytes(jnp.int8)
-    features = {"spmm": layout.in_features, "spmm_t": layout.out_features, "sddmm": layout.in_features}[op]
-    other = {"spmm": layout.out_features, "spmm_t": layout.in_features, "sddmm": layout.out_features}[op]
-    rows = call.batch * call.tokens
-    activations = rows * (features * jnp.dtype(call.x_dtype).itemsize + other * jnp.dtype(call.dtype).itemsize)
-    dense = call.batch * layout.in_features * layout.out_features
-    values_bytes, mask_bytes = kept * size, call.batch * layout.mask_bytes()
-    kept_flops, dense_flops = 2 * call.tokens * kept, 2 * call.tokens * dense
-    floor = dense_floor = None
-    if ceilings is not None:
-        rate = _rate(call, ceilings)
-        moved = values_bytes + mask_bytes + activations
-        floor = 1e6 * max(moved / ceilings.bandwidth, kept_flops / rate)
-        dense_floor = 1e6 * max((dense * size + activations) / ceilings.bandwidth, dense_flops / rate)
-    return Explanation(
-        call=call,
-        platform=platform,
-        device=kind,
-        choice=choice,
-        values_bytes=values_bytes,
-        mask_bytes=mask_bytes,
-        activation_bytes=activations,
-        kept_flops=kept_flops,
-        dense_bytes=dense * size + activations,
-        dense_flops=dense_flops,
-        floor_us=floor,
-        dense_floor_us=dense_floor,
-    )
+    return Explanation(call=call, platform=platform, device=kind, choice=choice, **vars(cost(call, ceilings)))
 
 
 def supports(x: Any, w: NMSparse, *, implementation: str, op: str = "spmm", precision: Any = None) -> bool:

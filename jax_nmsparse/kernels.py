@@ -134,6 +134,18 @@ def _ew_spmv(call: Call) -> str | None:
     return _dtypes(call, _SAME | _INT8_BY_INT8 | _WEIGHT_ONLY) or _element_wise(call, 4)
 
 
+def _ew_spmv_wave(call: Call) -> str | None:
+    x, values = call.dtypes
+    kept = [3, 4, 8, 16] if x == values else [8, 16]
+    layout = call.layout
+    if layout.q not in kept:
+        return f"takes {kept} kept of 32 for these dtypes, not {layout.q}"
+    # Where a column's values of a window are short, a thread takes two columns.
+    if layout.q * jnp.dtype(call.values_dtype).itemsize <= 12 and layout.out_features % 2:
+        return f"takes an even number of columns, not {layout.out_features}"
+    return _dtypes(call, _SAME | _WEIGHT_ONLY) or _element_wise(call, 1)
+
+
 def _ew_few_tokens(call: Call) -> str | None:
     x, values = call.dtypes
     kept = [8, 16] + [4] * (x == values) + [2, 3, 6, 12, 24] * (x == values == "bfloat16")
@@ -164,6 +176,17 @@ def _block_simt(call: Call) -> str | None:
     return _dtypes(call, _SAME | _WEIGHT_ONLY) or _tile(call, 1, 16)
 
 
+def _block_spmv(call: Call) -> str | None:
+    layout = call.layout
+    if layout.window_units != 32:
+        return f"takes windows of 32 units, not {layout.window_units}"
+    if layout.rows_per_window > 1024:
+        return f"takes windows of up to 1024 rows, not {layout.rows_per_window}"
+    # A thread reads 16 bytes of a row at once.
+    columns = 16 // jnp.dtype(call.values_dtype).itemsize
+    return _dtypes(call, _SAME | _WEIGHT_ONLY) or _tile(call, columns, 4)
+
+
 def _block_mma(call: Call) -> str | None:
     layout = call.layout
     # A step of the tensor cores takes 16 kept rows: as many windows as hold a multiple of that are staged together.
@@ -182,6 +205,29 @@ def _block_wgmma(call: Call) -> str | None:
     if call.tokens % 8 or not call.tokens:
         return f"takes tokens in multiples of 8, not {call.tokens}"
     return _dtypes(call, _SAME_HALVES, _FLOATS) or _tile(call, 64, 2**31)
+
+
+def _ew_many_tokens(call: Call) -> str | None:
+    """What both element-wise kernels for many tokens ask."""
+    if call.tokens % 8 or not call.tokens:
+        return f"takes tokens in multiples of 8, not {call.tokens}"
+    return _dtypes(call, _SAME_HALVES, _FLOATS) or _element_wise(call, 2**30)
+
+
+def _ew_wgmma_sparse24(call: Call) -> str | None:
+    if (call.layout.pattern.n, call.layout.pattern.m) not in ((2, 4), (1, 2)):
+        return f"takes 2:4 (and 1:2), not {call.layout.pattern}"
+    return _ew_many_tokens(call)
+
+
+def _ew_wgmma(call: Call) -> str | None:
+    layout = call.layout
+    rows = 32 if call.batch == 1 else 64
+    if layout.in_features % rows:
+        return f"takes in_features in multiples of {rows} (for a batch of {call.batch}), not {layout.in_features}"
+    if layout.q * layout.out_features % 8:
+        return f"takes multiples of 8 values per window, not {layout.q} x {layout.out_features}"
+    return _ew_many_tokens(call)
 
 
 def _block_fma(call: Call) -> str | None:
@@ -249,6 +295,7 @@ def _block_t_mma(call: Call) -> str | None:
 KERNELS: tuple[Kernel, ...] = (
     Kernel("simd", "cpu", _OPS, "C++ SIMD kernels on XLA's thread pool", _simd),
     Kernel("ew_spmv", "cuda", ("spmm",), "element-wise, one to four tokens: memory-bound, on CUDA cores", _ew_spmv),
+    Kernel("ew_spmv_wave", "cuda", ("spmm",), "element-wise, one token of a large weight", _ew_spmv_wave),
     Kernel("ew_sparse24", "cuda", ("spmm",), "2:4 on sparse tensor cores, few tokens", _ew_sparse24),
     Kernel(
         "ew_few_tokens",
@@ -267,6 +314,24 @@ KERNELS: tuple[Kernel, ...] = (
         capability="9.0",
     ),
     Kernel(
+        "ew_wgmma_sparse24",
+        "cuda",
+        ("spmm",),
+        "2:4 on Hopper's sparse tensor cores, many tokens, feature-major",
+        _ew_wgmma_sparse24,
+        feature_major=True,
+        capability="9.0",
+    ),
+    Kernel(
+        "ew_wgmma",
+        "cuda",
+        ("spmm",),
+        "element-wise, expanded to operands of Hopper's tensor cores, many tokens, feature-major",
+        _ew_wgmma,
+        feature_major=True,
+        capability="9.0",
+    ),
+    Kernel(
         "block_fma",
         "cuda",
         ("spmm",),
@@ -274,6 +339,7 @@ KERNELS: tuple[Kernel, ...] = (
         _block_fma,
         feature_major=True,
     ),
+    Kernel("block_spmv", "cuda", ("spmm",), "one to four tokens: memory-bound, on CUDA cores", _block_spmv),
     Kernel("block_mma", "cuda", ("spmm",), "vector- and block-wise on tensor cores, few tokens", _block_mma),
     Kernel("block_simt", "cuda", ("spmm",), "few tokens of any block, on CUDA cores", _block_simt),
     Kernel(

@@ -177,17 +177,17 @@ def _ordered(scores: jax.Array) -> jax.Array:
     return jnp.where((bits < 0) & (magnitude <= largest), -magnitude, jnp.minimum(magnitude, largest))
 
 
-def select(scores: jax.Array, layout: Layout) -> jax.Array:
-    """Keeps the n units of largest score in every group, ties to the lowest position, NaN above everything.
+def best_units(scores: jax.Array, n: int | jax.Array) -> jax.Array:
+    """Which n units of every group have the largest score; ties to the lowest position, NaN above everything.
 
     Args:
-      scores: float ``[..., windows, out_blocks, window_units]``.
+      scores: float ``[..., m]``, a group along the last axis.
+      n: How many to keep, 0 to m; it may be traced.
 
     Returns:
-      The mask, uint32 ``[..., windows, out_blocks, words]``.
+      bool, of the shape of scores.
     """
-    n, m = layout.pattern.n, layout.pattern.m
-    groups = _ordered(scores).reshape(*scores.shape[:-1], layout.window_units // m, m)
+    groups, m = _ordered(scores), scores.shape[-1]
     # A unit is kept when fewer than n units of its group come before it. Counting by m comparisons per unit fuses into
     # one pass over the scores; sorting groups takes XLA's CPU backend many times as long.
     before = jnp.zeros(groups.shape, jnp.uint8)
@@ -196,4 +196,20 @@ def select(scores: jax.Array, layout: Layout) -> jax.Array:
         other = groups[..., j : j + 1]
         ahead = jnp.where(position > j, other >= groups, other > groups)
         before += ahead.astype(jnp.uint8)
-    return pack_bits((before < n).reshape(scores.shape))
+    return before < n
+
+
+def select(scores: jax.Array, layout: Layout, n: int | jax.Array | None = None) -> jax.Array:
+    """The mask of the n units of largest score in every group (`best_units`).
+
+    Args:
+      scores: float ``[..., windows, out_blocks, window_units]``.
+      layout: Of the weight.
+      n: Another number than the pattern's.
+
+    Returns:
+      bool, of the shape of scores.
+    """
+    m = layout.pattern.m
+    groups = scores.reshape(*scores.shape[:-1], layout.window_units // m, m)
+    return best_units(groups, layout.pattern.n if n is None else n).reshape(scores.shape)

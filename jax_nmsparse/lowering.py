@@ -6,17 +6,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
+import math
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.interpreters import mlir
 
 from jax_nmsparse import dispatch, native, reference, sharding
 from jax_nmsparse.dispatch import Choice
 from jax_nmsparse.kernels import Call, Kernel
 from jax_nmsparse.layout import Layout
+from jax_nmsparse.meshes import Axes, add_parts
 from jax_nmsparse.primitives import nm_sddmm_p, nm_spmm_p, nm_spmm_t_p, split_extras
 
 _ACTIVATION_CODES = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
@@ -27,18 +30,50 @@ def target_name(op: str, implementation: str) -> str:
     return f"nms_{implementation}_{op}"
 
 
+@functools.cache
+def _sources() -> str:
+    """A digest of this package's text and tables, which decide what a lowering makes of a call."""
+    digest = hashlib.sha256()
+    for path in sorted(p for suffix in ("*.py", "*.json") for p in pathlib.Path(__file__).parent.glob(suffix)):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
 def _call(op: str, avals, params) -> Call:
-    x, second = avals[0], avals[1]
+    x, second, mask = avals[:3]
+    lead = mask.ndim - 3
     return Call(
         op=op,
         layout=params["layout"],
-        batch=x.shape[0],
-        tokens=x.shape[1],
+        batch=math.prod(x.shape[:lead]),
+        tokens=math.prod(x.shape[lead:-1]),
         x_dtype=x.dtype,
         values_dtype=second.dtype,
         dtype=params["dtype"],
         precision=params["precision"],
     )
+
+
+def _canonical(op: str, layout: Layout, run):
+    """A function of operands with one batch axis and one axis of tokens, for operands with any number of them.
+
+    Axes are merged only here, where an operand is one device's part: a merged axis cannot be sharded by its minor part.
+    """
+
+    def whole(x, second, mask, *rest):
+        lead, batch, tokens = mask.ndim - 3, math.prod(mask.shape[:-3]), math.prod(x.shape[mask.ndim - 3 : -1])
+        second_shape = (tokens, second.shape[-1]) if op == "sddmm" else second.shape[lead:]
+        y = run(
+            x.reshape(batch, tokens, x.shape[-1]),
+            second.reshape(batch, *second_shape),
+            mask.reshape(batch, *mask.shape[lead:]),
+            *(None if e is None else e.reshape(batch, e.shape[-1]) for e in rest),
+        )
+        if op == "sddmm":
+            return y.reshape(*mask.shape[:lead], *layout.values_shape)
+        return y.reshape(*x.shape[:-1], y.shape[-1])
+
+    return whole
 
 
 def _reference(op: str, choice: Choice, params):
@@ -80,22 +115,26 @@ def _native(op: str, kernel: Kernel, call: Call, activation: str | None):
     return run
 
 
-def _spmm(choice: Choice, call: Call, params, axes: tuple[str, ...]):
+def _spmm(choice: Choice, call: Call, params, axes: Axes, scatter: int | None):
     """spmm with its epilogue, which a native kernel fuses unless parts have to be added up first."""
     activation, extras, kernel = params["activation"], (params["has_scales"], params["has_bias"]), choice.kernel
     accumulator = reference.accumulator_dtype(call.x_dtype, call.values_dtype)
     plain = activation is None and not any(extras)
     if kernel is not None and not axes:
-        fused = _native("spmm", kernel, call, activation)
+        fused = _canonical("spmm", call.layout, _native("spmm", kernel, call, activation))
         return lambda x, values, mask, *rest: fused(x, values, mask, *split_extras(rest, *extras))
     exact = dataclasses.replace(call, dtype=call.dtype if plain and not axes else accumulator)
 
+    if kernel is None:
+        run = _reference("spmm", choice, {**params, "dtype": exact.dtype})
+    else:
+        native_run = _native("spmm", kernel, exact, None)
+        run = lambda *operands: native_run(*operands, None, None)  # noqa: E731
+    run = _canonical("spmm", call.layout, run)
+
     def separate(x, values, mask, *rest):
-        if kernel is None:
-            acc = _reference("spmm", choice, {**params, "dtype": exact.dtype})(x, values, mask)
-        else:
-            acc = _native("spmm", kernel, exact, None)(x, values, mask, None, None)
-        acc = lax.psum(acc, axes) if axes else acc
+        acc = run(x, values, mask)
+        acc = add_parts(acc, axes, scatter)
         if plain:
             return acc.astype(call.dtype)
         return reference.epilogue(acc, *split_extras(rest, *extras), activation, call.dtype)
@@ -103,31 +142,33 @@ def _spmm(choice: Choice, call: Call, params, axes: tuple[str, ...]):
     return separate
 
 
-def _function(op: str, platform: str, params, operands, layout: Layout, axes: tuple[str, ...]):
+def _function(op: str, platform: str, params, operands, layout: Layout, axes: Axes, scatter: int | None):
     """What computes the operation on one device, for operands of these shapes; sums parts over mesh axes."""
     params = {**params, "layout": layout}
     call = _call(op, operands, params)
     choice = dispatch.choose(call, platform, params["implementation"])
     if op == "spmm":
-        return _spmm(choice, call, params, axes)
+        return _spmm(choice, call, params, axes, scatter)
     accumulator = reference.accumulator_dtype(call.x_dtype, call.values_dtype)
     exact = dataclasses.replace(call, dtype=accumulator if axes else call.dtype)
     if choice.kernel is None:
         run = _reference(op, choice, {**params, "dtype": exact.dtype})
     else:
         run = _native(op, choice.kernel, exact, None)
-    return (lambda *operands: lax.psum(run(*operands), axes).astype(call.dtype)) if axes else run
+    run = _canonical(op, layout, run)
+    return (lambda *operands: add_parts(run(*operands), axes, scatter).astype(call.dtype)) if axes else run
 
 
 def _lowering(op: str, platform: str):
     def rule(ctx, *operands, **params):
-        def local(layout, operands, axes):
-            return _function(op, platform, params, operands, layout, axes)
+        def local(layout, operands, axes, scatter):
+            return _function(op, platform, params, operands, layout, axes, scatter)
 
         if sharding.needs_partitioning(ctx):
-            function = sharding.partitioned(op, params["layout"], len(operands) - 3, local)
+            meaning = repr((_sources(), op, platform, sorted(params.items()), dispatch.circumstances()))
+            function = sharding.partitioned(op, params["layout"], ctx.avals_in, local, meaning)
         else:
-            function = local(params["layout"], ctx.avals_in, ())
+            function = local(params["layout"], ctx.avals_in, (), None)
         return mlir.lower_fun(function, multiple_results=False)(ctx, *operands)
 
     return rule

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
@@ -38,6 +38,13 @@ def _check_weight(op: str, w: Any) -> NMSparse:
         raise TypeError(f"{op}: w is a {type(w).__name__}, expected an NMSparse; prune(dense, pattern) makes one")
     w.check_arrays(op)
     return w
+
+
+def _call(op: str, x, values, w: NMSparse, dtype, precision) -> Call:
+    lead = w.ndim - 2
+    # Without int(): under jax.export a size may be symbolic.
+    batch, tokens = math.prod(x.shape[:lead]), math.prod(x.shape[lead:-1])
+    return Call(op, w.layout, batch, tokens, x.dtype, values.dtype, dtype, precision)
 
 
 def _check_rows(op: str, name: str, x: jax.Array, w: NMSparse, size: int, what: str) -> None:
@@ -83,12 +90,14 @@ def _promote(*dtypes) -> jnp.dtype:
     return functools.reduce(jnp.promote_types, wide or dtypes)
 
 
-def _result_dtype(op: str, x_dtype, w: NMSparse, preferred, epilogue: bool = False) -> jnp.dtype:
+def _result_dtype(op: str, given, x_dtype, w: NMSparse, preferred, epilogue: bool = False) -> jnp.dtype:
+    """The dtype of a product of an x of dtype given, computed in x_dtype."""
     integer = x_dtype == jnp.int8 and w.dtype == jnp.int8
     if preferred is None:
         if integer:
             return jnp.dtype(jnp.int32 if w.scales is None and not epilogue else jnp.float32)
-        return jnp.dtype(jnp.float32) if x_dtype.itemsize == 1 else x_dtype
+        one_byte = given.itemsize == w.dtype.itemsize == 1
+        return jnp.dtype(jnp.float32) if one_byte or x_dtype.itemsize == 1 else x_dtype
     preferred = jax.dtypes.canonicalize_dtype(preferred)
     if preferred not in _RESULT_DTYPES or (preferred == jnp.int32 and not integer):
         names = ", ".join(d.name for d in _RESULT_DTYPES[:-1])
@@ -119,20 +128,19 @@ def _check_precision(op: str, precision: Any) -> Any:
         ) from None
 
 
-def _check_implementation(op: str, implementation: Any, calls: Sequence[Call]) -> None:
+def _check_implementation(op: str, implementation: Any, call: Call) -> None:
     if implementation is None:
         return
     if implementation not in dispatch.IMPLEMENTATIONS:
         raise ValueError(
             f"{op}: implementation is {implementation!r}, expected None or one of {', '.join(dispatch.IMPLEMENTATIONS)}"
         )
-    for call in calls:
-        reason = dispatch.rejection(call, implementation)
-        if reason is not None:
-            raise NotImplementedError(
-                f"{op}: implementation={implementation!r} cannot run this call: {reason}; implementation=None chooses "
-                "what can, 'xla' runs everywhere"
-            )
+    reason = dispatch.rejection(call, implementation)
+    if reason is not None:
+        raise NotImplementedError(
+            f"{op}: implementation={implementation!r} cannot run this call: {reason}; implementation=None chooses "
+            "what can, 'xla' runs everywhere"
+        )
 
 
 def _check_bias(bias: Any, w: NMSparse) -> jax.Array:
@@ -148,17 +156,6 @@ def _check_bias(bias: Any, w: NMSparse) -> jax.Array:
     return jnp.broadcast_to(bias, (*lead, w.out_features))
 
 
-def _flat(array: jax.Array, lead: int) -> jax.Array:
-    """Merges the batch axes of a weight's array into one."""
-    return array.reshape(int(np.prod(array.shape[:lead], dtype=np.int64)), *array.shape[lead:])
-
-
-def _tokens_shape(x: jax.Array, lead: int) -> tuple[int, int, int]:
-    batch = int(np.prod(x.shape[:lead], dtype=np.int64))
-    tokens = int(np.prod(x.shape[lead:-1], dtype=np.int64))
-    return batch, tokens, x.shape[-1]
-
-
 def spmm(
     x: ArrayLike,
     w: NMSparse,
@@ -169,6 +166,7 @@ def spmm(
     precision: Any = None,
     preferred_element_type: Any = None,
     implementation: str | None = None,
+    out_sharding: Any = None,
 ) -> jax.Array:
     """Product with an N:M sparse weight: ``y = act(x W + bias)``, with ``transpose=True`` ``y = x Wᵀ``.
 
@@ -181,9 +179,12 @@ def spmm(
       bias: ``[out_features]`` or ``[*lead, out_features]``, added before the activation.
       activation: None, "relu", "gelu" (exact), "gelu_tanh" or "silu", applied in the accumulator's precision.
       precision: As in `jnp.dot`. By default float32 may use TF32 tensor cores on a GPU; "highest" is full float32.
-      preferred_element_type: dtype of the result. By default that of the promoted x; int32 for int8 times int8
-        without scales, bias and activation, otherwise float32, as for float8 x.
+      preferred_element_type: dtype of the result. By default that of the promoted x; for int8 times int8
+        without scales, bias and activation it is int32, for other pairs of one byte each float32.
       implementation: None chooses (see `explain`); "cuda", "cpu", "xla" or "dense" runs exactly that or raises.
+      out_sharding: On a mesh of explicit axis types, the `NamedSharding` or `PartitionSpec` of the result, as in
+        `jnp.dot`: needed where in_features is sharded. The sum is then one all-reduce, or one reduce-scatter where
+        the result is to be split over the same mesh axes.
 
     Returns:
       ``[*lead, ..., out_features]``; sums are kept in float32 (float64 for float64, int32 for int8 times int8).
@@ -206,53 +207,48 @@ def spmm(
     if transpose:
         if bias is not None or activation is not None:
             raise ValueError("spmm: bias and activation go with transpose=False; add them to the result")
-        return _spmm_t(x, w, precision, preferred_element_type, implementation)
+        return _spmm_t(x, w, precision, preferred_element_type, implementation, out_sharding)
     _check_rows("spmm", "x", x, w, w.in_features, "in_features")
     if activation is not None and activation not in reference.ACTIVATIONS:
         raise ValueError(
             f"spmm: activation is {activation!r}, expected None or one of {', '.join(reference.ACTIVATIONS)}; "
             "apply any other function to the result"
         )
-    x, values = _operand_pair("spmm", "x", x, w)
+    given, (x, values) = x.dtype, _operand_pair("spmm", "x", x, w)
     epilogue = bias is not None or activation is not None
-    dtype = _result_dtype("spmm", x.dtype, w, preferred_element_type, epilogue)
-    lead = w.ndim - 2
+    dtype = _result_dtype("spmm", given, x.dtype, w, preferred_element_type, epilogue)
     static = _static("spmm", x, values, w, dtype, precision, implementation)
-    y = primitives.spmm(
-        x.reshape(_tokens_shape(x, lead)),
-        _flat(values, lead),
-        _flat(w.mask_with_words, lead),
-        None if w.scales is None else _flat(w.scales, lead),
-        None if bias is None else _flat(_check_bias(bias, w), lead),
+    return primitives.spmm(
+        x,
+        values,
+        w.mask_with_words,
+        w.scales,
+        None if bias is None else _check_bias(bias, w),
         activation=activation,
+        out_sharding=out_sharding,
         **static,
     )
-    return y.reshape(*x.shape[:-1], w.out_features)
 
 
 def _static(op: str, x, second, w: NMSparse, dtype, precision, implementation) -> dict[str, Any]:
     """The static parameters of a primitive call, checked."""
     precision = _check_precision(op, precision)
-    batch, tokens, _ = _tokens_shape(x, w.ndim - 2)
-    call = Call(op, w.layout, batch, tokens, x.dtype, second.dtype, dtype, precision)
-    _check_implementation(op, implementation, [call])
+    _check_implementation(op, implementation, _call(op, x, second, w, dtype, precision))
     return {"layout": w.layout, "dtype": dtype, "precision": precision, "implementation": implementation}
 
 
-def _spmm_t(g, w: NMSparse, precision, preferred_element_type, implementation) -> jax.Array:
+def _spmm_t(g, w: NMSparse, precision, preferred_element_type, implementation, out_sharding) -> jax.Array:
     _check_rows("spmm", "x", g, w, w.out_features, "out_features")
-    g, values = _operand_pair("spmm", "x", g, w)
+    given, (g, values) = g.dtype, _operand_pair("spmm", "x", g, w)
     if w.scales is not None:
         # (g * scales) Wᵀ: the scales belong to out_features, the axis that is summed over here.
         lead = w.ndim - 2
         scales = w.scales.reshape(*w.scales.shape[:lead], *([1] * (g.ndim - lead - 1)), w.out_features)
-        g = (g * scales).astype(g.dtype if g.dtype.itemsize > 1 else jnp.float32)
-    dtype = _result_dtype("spmm", g.dtype, w, preferred_element_type)
-    lead = w.ndim - 2
+        g = g.astype(jnp.float32) if given.itemsize == 1 else g
+        g = (g * scales).astype(g.dtype)
+    dtype = _result_dtype("spmm", given, g.dtype, w, preferred_element_type)
     static = _static("spmm_t", g, values, w, dtype, precision, implementation)
-    flat_values, flat_mask = _flat(values, lead), _flat(w.mask_with_words, lead)
-    dx = primitives.spmm_t(g.reshape(_tokens_shape(g, lead)), flat_values, flat_mask, **static)
-    return dx.reshape(*g.shape[:-1], w.in_features)
+    return primitives.spmm_t(g, values, w.mask_with_words, out_sharding=out_sharding, **static)
 
 
 def spmv(x: ArrayLike, w: NMSparse, **options: Any) -> jax.Array:
@@ -281,7 +277,13 @@ def spmv(x: ArrayLike, w: NMSparse, **options: Any) -> jax.Array:
 
 
 def sddmm(
-    x: ArrayLike, g: ArrayLike, w: NMSparse, *, precision: Any = None, implementation: str | None = None
+    x: ArrayLike,
+    g: ArrayLike,
+    w: NMSparse,
+    *,
+    precision: Any = None,
+    implementation: str | None = None,
+    out_sharding: Any = None,
 ) -> jax.Array:
     """Sampled product ``(xᵀ g)`` at the kept units of w: the gradient of ``sum(g * (x @ w))`` by ``w.values``.
 
@@ -291,6 +293,7 @@ def sddmm(
       w: The weight whose mask says which units to compute; its values do not matter.
       precision: As in `jnp.dot`.
       implementation: As in `spmm`.
+      out_sharding: As in `spmm`; needed where an axis of tokens is sharded over explicit mesh axes.
 
     Returns:
       An array of the shape of ``w.values`` (``w.with_values`` takes it), in the dtype of float values, otherwise
@@ -314,15 +317,8 @@ def sddmm(
     dtype = w.dtype if w.dtype in _FLOAT_DTYPES[:-1] else jnp.dtype(jnp.float32)
     common = _promote(x.dtype, g.dtype, dtype)
     x, g = x.astype(common), g.astype(common)
-    lead = w.ndim - 2
     static = _static("sddmm", x, g, w, dtype, precision, implementation)
-    dv = primitives.sddmm(
-        x.reshape(_tokens_shape(x, lead)),
-        g.reshape(_tokens_shape(g, lead)),
-        _flat(w.mask_with_words, lead),
-        **static,
-    )
-    return dv.reshape(w.values.shape)
+    return primitives.sddmm(x, g, w.mask_with_words, out_sharding=out_sharding, **static)
 
 
 def _is_weight(node: Any) -> bool:

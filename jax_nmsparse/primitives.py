@@ -10,7 +10,13 @@ derivatives are the primitives:
 so the JVP and the transpose of each are the other two, and derivatives of every order exist, forward and reverse.
 nm_spmm_p may carry an epilogue, act((x W) * scales + bias); its derivative is that of the composition.
 
-Operands are canonical (see `reference`): one batch axis, the mask with its word axis. Static parameters:
+Operands have the batch axes of the weight in front and any axes of tokens, the mask with its word axis:
+
+    x, dx   [*batch, *tokens, in_features]        values  [*batch, windows, out_blocks, q, bk, bn]
+    g, y    [*batch, *tokens, out_features]       mask    [*batch, windows, out_blocks, words]
+
+Axes are not merged before lowering: a device may hold a part of each of them. Where explicit mesh axes split operands,
+a product is bound as a `jax.shard_map` of products of the parts (see `explicit`). Static parameters:
 
     layout           pattern and dense size
     dtype            of the result
@@ -24,16 +30,13 @@ Lowerings are registered in `lowering`.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend import core
 from jax.interpreters import ad, batching, xla
 from jax.sharding import PartitionSpec
 
-from jax_nmsparse import reference
+from jax_nmsparse import explicit, meshes, reference
 from jax_nmsparse.compat import unify_varying
 from jax_nmsparse.layout import Layout
 
@@ -53,60 +56,62 @@ def _common_dtype(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     return a.astype(dtype), b.astype(dtype)
 
 
-def _spec(aval) -> tuple[Any, ...]:
-    spec = tuple(aval.sharding.spec)
-    return spec + (None,) * (aval.ndim - len(spec))
-
-
-def _result_aval(op: str, shape, dtype, operands, spec: tuple[Any, ...], contracted: tuple[Any, ...]):
-    """An abstract value that varies and is sharded as the operands say (mesh axes of explicit type)."""
-    summed = sorted({repr(axis) for axis in contracted if axis is not None})
-    if summed:
-        raise ValueError(
-            f"{op}: an axis that is summed over is sharded over the explicit mesh axes {', '.join(summed)}; "
-            "reshard it, or write the sum with jax.shard_map and jax.lax.psum"
-        )
+def _result_aval(shape, dtype, operands):
+    """An abstract value that varies as the operands do; explicit mesh axes split none of them here (see `_split`)."""
     # An operand that was not placed has an empty mesh; any other says which mesh it is.
     placed = next((a for a in operands if not a.sharding.mesh.empty), operands[0])
-    sharding = placed.sharding.update(spec=PartitionSpec(*spec))
+    sharding = placed.sharding.update(spec=PartitionSpec(*[None] * len(shape)))
     return operands[0].update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False, sharding=sharding)
 
 
-def _either(a, b):
-    return a if a is not None else b
+def _split(op: str, operands, params, bind, *, has_scales: bool = False, has_bias: bool = False, out_sharding):
+    """The operation on meshes of explicit axis types: every device binds it for its part; None where nothing is split.
 
+    Args:
+      op: "spmm", "spmm_t" or "sddmm".
+      operands: All of them, without None.
+      params: Those of bind, with the layout of the whole weight.
+      bind: The function that binds the primitive.
+      has_scales, has_bias: Which operands follow the first three.
+      out_sharding: Of the result, or None.
+    """
+    if not explicit.is_split(*operands):
+        return None
+    batch = operands[2].ndim - 3
+    names, result = meshes.factors(op, batch, operands[0].ndim - batch - 1, len(operands) - 3)
 
-def _fold_tokens(x: jax.Array) -> jax.Array:
-    """[examples, batch, tokens, features] -> [batch, examples * tokens, features]."""
-    examples, batch, tokens, features = x.shape
-    return jnp.moveaxis(x, 0, 1).reshape(batch, examples * tokens, features)
+    def local(piece: Layout, parts, axes: meshes.Axes, scatter: int | None) -> jax.Array:
+        static = {**params, "layout": piece}
+        if not axes:
+            return bind(*parts[:3], *split_extras(parts[3:], has_scales, has_bias), **static)
+        static["dtype"] = reference.accumulator_dtype(parts[0].dtype, parts[1].dtype)
+        activation = static.pop("activation", None)
+        acc = meshes.add_parts(bind(*parts[:3], **static), axes, scatter)
+        return reference.epilogue(acc, *split_extras(parts[3:], has_scales, has_bias), activation, params["dtype"])
 
-
-def _unfold_tokens(y: jax.Array, examples: int, tokens: int) -> jax.Array:
-    return jnp.moveaxis(y.reshape(y.shape[0], examples, tokens, y.shape[-1]), 1, 0)
-
-
-def _fold_batch(operand: jax.Array, dim, examples: int) -> jax.Array:
-    """Moves the mapped axis, broadcasting where there is none, into the batch axis."""
-    whole = (examples, *operand.shape)
-    operand = jnp.broadcast_to(operand, whole) if dim is None else jnp.moveaxis(operand, dim, 0)
-    return operand.reshape(operand.shape[0] * operand.shape[1], *operand.shape[2:])
-
-
-def _unfold_batch(result: jax.Array, examples: int, batch: int) -> jax.Array:
-    return result.reshape(examples, batch, *result.shape[1:])
-
-
-def _examples(operands, dims) -> int:
-    return next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    described = list(zip(operands, names, strict=True))
+    name = "sddmm" if op == "sddmm" else "spmm"
+    summed = meshes.SUMMED[op]
+    return explicit.run(name, params["layout"], described, result, local, summed=summed, out_sharding=out_sharding)
 
 
 def _batch_weight(bind, operands, dims, params):
-    """Batching where the weight is mapped (experts, ensembles): one call with a longer batch axis."""
-    examples = _examples(operands, dims)
-    batch = operands[0].shape[0] if dims[0] is None else np.delete(operands[0].shape, dims[0])[0]
-    folded = [_fold_batch(x, d, examples) for x, d in zip(operands, dims, strict=True)]
-    return _unfold_batch(bind(*folded, **params), examples, int(batch)), 0
+    """Batching where the weight is mapped (experts, ensembles): one call with one more batch axis."""
+    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    whole = [
+        jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+        for x, d in zip(operands, dims, strict=True)
+    ]
+    return bind(*whole, **params), 0
+
+
+def _batch(bind, operands, dims, params):
+    """Batching of spmm and spmm_t: where x alone is mapped, its examples are one more axis of tokens."""
+    x, *rest = operands
+    if any(d is not None for d in dims[1:]):
+        return _batch_weight(bind, operands, dims, params)
+    batch = operands[2].ndim - 3
+    return bind(jnp.moveaxis(x, dims[0], batch), *rest, **params), batch
 
 
 def _sum_tangents(terms, aval):
@@ -121,19 +126,15 @@ def _is_zero(tangent) -> bool:
 # spmm: y = act((x W) * scales + bias).
 
 
-def spmm(x, values, mask, scales=None, bias=None, *, layout: Layout, dtype, precision, implementation, activation=None):
+def spmm(x, values, mask, scales=None, bias=None, *, activation=None, out_sharding=None, **params):
     x, values = _common_dtype(x, values)
-    extras = [e for e in (scales, bias) if e is not None]
-    return nm_spmm_p.bind(
-        *unify_varying(x, values, mask, *extras),
-        layout=layout,
-        dtype=jnp.dtype(dtype),
-        precision=precision,
-        implementation=implementation,
-        activation=activation,
-        has_scales=scales is not None,
-        has_bias=bias is not None,
-    )
+    operands = [x, values, mask, *(e for e in (scales, bias) if e is not None)]
+    flags = {"has_scales": scales is not None, "has_bias": bias is not None}
+    params = {**params, "dtype": jnp.dtype(params["dtype"]), "activation": activation}
+    y = _split("spmm", operands, params, spmm, **flags, out_sharding=out_sharding)
+    if y is not None:
+        return y
+    return explicit.place("spmm", nm_spmm_p.bind(*unify_varying(*operands), **params, **flags), out_sharding)
 
 
 def _spmm_bind(x, values, mask, *extras, has_scales, has_bias, **params):
@@ -150,9 +151,7 @@ def split_extras(extras, has_scales: bool, has_bias: bool):
 
 
 def _spmm_abstract(x, values, mask, *extras, layout, dtype, **_):
-    xs, vs = _spec(x), _spec(values)
-    shape = (x.shape[0], x.shape[1], layout.out_features)
-    return _result_aval("spmm", shape, dtype, (x, values), (_either(xs[0], vs[0]), xs[1], vs[2]), (xs[2], vs[1]))
+    return _result_aval((*x.shape[:-1], layout.out_features), dtype, (x, values, mask, *extras))
 
 
 def _spmm_unfused(x, values, mask, scales, bias, *, layout, dtype, precision, implementation, activation):
@@ -205,31 +204,23 @@ def _spmm_transpose(ct, x, values, mask, *extras, layout, dtype, precision, impl
 
 
 def _spmm_batch(operands, dims, **params):
-    x, *rest = operands
-    if all(d is None for d in dims[1:]):
-        x = jnp.moveaxis(x, dims[0], 0)
-        return _unfold_tokens(_spmm_bind(_fold_tokens(x), *rest, **params), x.shape[0], x.shape[2]), 0
-    return _batch_weight(_spmm_bind, operands, dims, params)
+    return _batch(_spmm_bind, operands, dims, params)
 
 
 # spmm_t: dx = g Wᵀ.
 
 
-def spmm_t(g, values, mask, *, layout: Layout, dtype, precision, implementation):
+def spmm_t(g, values, mask, *, out_sharding=None, **params):
     g, values = _common_dtype(g, values)
-    return nm_spmm_t_p.bind(
-        *unify_varying(g, values, mask),
-        layout=layout,
-        dtype=jnp.dtype(dtype),
-        precision=precision,
-        implementation=implementation,
-    )
+    params = {**params, "dtype": jnp.dtype(params["dtype"])}
+    dx = _split("spmm_t", [g, values, mask], params, spmm_t, out_sharding=out_sharding)
+    if dx is not None:
+        return dx
+    return explicit.place("spmm", nm_spmm_t_p.bind(*unify_varying(g, values, mask), **params), out_sharding)
 
 
 def _spmm_t_abstract(g, values, mask, *, layout, dtype, **_):
-    gs, vs = _spec(g), _spec(values)
-    shape = (g.shape[0], g.shape[1], layout.in_features)
-    return _result_aval("spmm_t", shape, dtype, (g, values), (_either(gs[0], vs[0]), gs[1], vs[1]), (gs[2], vs[2]))
+    return _result_aval((*g.shape[:-1], layout.in_features), dtype, (g, values, mask))
 
 
 def _spmm_t_jvp(primals, tangents, **params):
@@ -253,32 +244,23 @@ def _spmm_t_transpose(ct, g, values, mask, *, layout, dtype, precision, implemen
 
 
 def _spmm_t_batch(operands, dims, **params):
-    g, *rest = operands
-    if all(d is None for d in dims[1:]):
-        g = jnp.moveaxis(g, dims[0], 0)
-        return _unfold_tokens(spmm_t(_fold_tokens(g), *rest, **params), g.shape[0], g.shape[2]), 0
-    return _batch_weight(spmm_t, operands, dims, params)
+    return _batch(spmm_t, operands, dims, params)
 
 
 # sddmm: dv = (xᵀ g) at the kept units.
 
 
-def sddmm(x, g, mask, *, layout: Layout, dtype, precision, implementation):
+def sddmm(x, g, mask, *, out_sharding=None, **params):
     x, g = _common_dtype(x, g)
-    return nm_sddmm_p.bind(
-        *unify_varying(x, g, mask),
-        layout=layout,
-        dtype=jnp.dtype(dtype),
-        precision=precision,
-        implementation=implementation,
-    )
+    params = {**params, "dtype": jnp.dtype(params["dtype"])}
+    dv = _split("sddmm", [x, g, mask], params, sddmm, out_sharding=out_sharding)
+    if dv is not None:
+        return dv
+    return explicit.place("sddmm", nm_sddmm_p.bind(*unify_varying(x, g, mask), **params), out_sharding)
 
 
 def _sddmm_abstract(x, g, mask, *, layout, dtype, **_):
-    xs, gs, ms = _spec(x), _spec(g), _spec(mask)
-    shape = (x.shape[0], *layout.values_shape)
-    spec = (_either(xs[0], ms[0]), _either(xs[2], ms[1]), _either(gs[2], ms[2]), None, None, None)
-    return _result_aval("sddmm", shape, dtype, (x, g, mask), spec, (xs[1], gs[1]))
+    return _result_aval((*mask.shape[:-3], *layout.values_shape), dtype, (x, g, mask))
 
 
 def _sddmm_jvp(primals, tangents, **params):

@@ -96,13 +96,21 @@ def _dot(a, b, contract: tuple[int, int], accumulator, precision) -> jax.Array:
 
 
 def epilogue(acc: jax.Array, scales, bias, activation: str | None, dtype) -> jax.Array:
-    """act(acc * scales + bias) in the accumulator's precision, rounded once to dtype."""
+    """act(acc * scales + bias) in the accumulator's precision, rounded once to dtype.
+
+    acc is [*batch, ..., out_features]; scales and bias are [*batch, out_features].
+    """
+
+    def column(extra: jax.Array) -> jax.Array:
+        between = [1] * (acc.ndim - extra.ndim)
+        return extra.reshape(*extra.shape[:-1], *between, extra.shape[-1]).astype(acc.dtype)
+
     if (scales is not None or bias is not None or activation) and not jnp.issubdtype(acc.dtype, jnp.floating):
         acc = acc.astype(jnp.float32)
     if scales is not None:
-        acc = acc * scales[:, None, :].astype(acc.dtype)
+        acc = acc * column(scales)
     if bias is not None:
-        acc = acc + bias[:, None, :].astype(acc.dtype)
+        acc = acc + column(bias)
     if activation is not None:
         acc = ACTIVATIONS[activation](acc)
     return acc.astype(dtype)

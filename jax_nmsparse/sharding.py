@@ -2,71 +2,54 @@
 
 A custom call is opaque to XLA's partitioner, which would gather every operand. So a product that is compiled for
 several devices is wrapped in `custom_partitioning`, with a Shardy rule that says how shardings propagate and a callback
-that computes each device's part:
-
-    factor     sharded in                              summed by
-    batch      every operand and result
-    tokens     x, g, y, dx                             sddmm
-    windows    x and dx (in_features), values, mask    spmm
-    columns    g and y (out_features), values, mask    spmm_t
+that computes each device's part. Factors name the axes of operands (see `meshes`).
 
 Only whole windows and whole column blocks can be split, so windows are replicated where in_features is padded, and
-columns where out_features is. The sum over a sharded factor is one all-reduce of the result. Where two factors want one
-mesh axis, the weight keeps it: activations are gathered, weights never.
+columns where out_features is. The sum over a sharded factor is one all-reduce of the result, or one reduce-scatter
+where the result is wanted split over those mesh axes. Where two factors want one mesh axis, the weight keeps it:
+activations move, weights never.
 
-Under `jax.shard_map` nothing of this is needed: there a product is local, and sums are written by the user.
+On meshes of explicit axis types `explicit` splits a product before it gets here. Under `jax.shard_map` nothing of this
+is needed: there a product is local, and sums are written by the user.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
+import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_nmsparse.layout import Layout
-
-# Factors of every operand and result: (batch, tokens, windows, columns) named b, t, w, o.
-_OPERANDS = {
-    "spmm": ("btw", "bwo", "bwo"),
-    "spmm_t": ("bto", "bwo", "bwo"),
-    "sddmm": ("btw", "bto", "bwo"),
-}
-_RESULT = {"spmm": "bto", "spmm_t": "btw", "sddmm": "bwo"}
-SUMMED = {"spmm": "w", "spmm_t": "o", "sddmm": "t"}
-"""The factor that each operation sums over."""
+from jax_nmsparse.meshes import SUMMED, UNSPLIT, Axes, Factors, factors, padded_spec, parts_of, scatter_axis
 
 
-def _rule(op: str, layout: Layout, extras: int) -> tuple[str, dict[str, Any]]:
+def _rule(op: str, layout: Layout, operands: Sequence[Factors], result: Factors) -> tuple[str, dict[str, Any]]:
     """The Shardy rule: einsum-like, with compound factors for features that are windows or column blocks."""
     whole_in, whole_out = _splittable(layout)
+    weights = [f for f in (*operands, result) if UNSPLIT & set(f)]
     # Shardy refuses compound factors of size 1.
-    columns = "o" if layout.bn == 1 else "(o n)"
-    features = {"w": "(w r)" if whole_in else "i", "o": columns if whole_out else "f"}
-    activation = "b t {}"
-    weight = {"values": "b w o q k n", "mask": "b w o v"}
-    terms = {
-        "spmm": [activation.format(features["w"]), weight["values"], weight["mask"]],
-        "spmm_t": [activation.format(features["o"]), weight["values"], weight["mask"]],
-        "sddmm": [activation.format(features["w"]), activation.format(features["o"]), weight["mask"]],
-    }[op]
-    terms += [f"b {features['o']}"] * extras
-    result = weight["values"] if op == "sddmm" else activation.format(features[_RESULT[op][2]])
-    rule = f"{', '.join(terms)} -> {result}"
-    used = set(rule) - set(" ,->()")
-    summed = tuple(f for f in (SUMMED[op], {"w": "r", "o": "n"}.get(SUMMED[op], "")) if f in used)
-    fixed = (
-        {"q", "k", "v", "r", "n", "i", "f"} | ({"w"} if not whole_in else set()) | ({"o"} if not whole_out else set())
-    )
+    columns = ("o" if layout.bn == 1 else "(o n)") if whole_out else "f"
+    features = {"w": "(w r)" if whole_in else "i", "o": columns, "c": columns}
+
+    def term(names: Factors) -> str:
+        return " ".join(names if names in weights else (features.get(f, f) for f in names))
+
+    rule = f"{', '.join([*map(term, operands), 'z'])} -> {term(result)}"
+    # In order of appearance, as Shardy demands.
+    used = list(dict.fromkeys(re.findall(r"\w+", rule)))
+    fixed = UNSPLIT | {"r", "i", "f", "z"} | (set() if whole_in else {"w"}) | (set() if whole_out else {"o"})
+    summed = [f for f in used if f.startswith(SUMMED[op])]
     options: dict[str, Any] = {
-        # Both in order of appearance, as Shardy demands.
         "reduction_factors": tuple(f for f in summed if f not in fixed),
-        "need_replication_factors": tuple(sorted(fixed & used, key=rule.index)),
+        "need_replication_factors": tuple(f for f in used if f in fixed),
     }
-    if whole_in and "r" in used:
+    if "r" in used:
         options["r"] = layout.rows_per_window
     return rule, options
 
@@ -77,80 +60,105 @@ def _splittable(layout: Layout) -> tuple[bool, bool]:
     return whole_in, layout.out_blocks > 1 and layout.padded_out == layout.out_features
 
 
-def _axes(entry: Any) -> tuple[str, ...]:
-    if entry is None:
-        return ()
-    return entry if isinstance(entry, tuple) else (entry,)
+def _spec(array: Any) -> tuple[Axes, ...]:
+    """What splits each axis of an array that the partitioner describes; nothing where it has no named sharding."""
+    return padded_spec(getattr(array.sharding, "spec", ()), len(array.shape))
 
 
-def _factor_axes(op: str, mesh, layout: Layout, operands, result) -> dict[str, tuple[str, ...]]:
-    """The mesh axes that split each factor: those of the operands, the weight's first."""
-    sizes = {
-        "b": operands[0].shape[0],
-        "t": operands[0].shape[1],
-        "w": layout.windows if _splittable(layout)[0] else 1,
-        "o": layout.out_blocks if _splittable(layout)[1] else 1,
-    }
-    wanted: dict[str, list[tuple[str, ...]]] = {factor: [] for factor in sizes}
-    named = list(zip(_OPERANDS[op], operands[:3], strict=True))
-    # The weight's arrays first: values and mask, or the mask alone.
-    named.sort(key=lambda pair: pair[0] != "bwo")
-    for factors, aval in [*named, (_RESULT[op], result)]:
-        # Where XLA has no named sharding to report, nothing is split.
-        spec = tuple(getattr(aval.sharding, "spec", ())) + (None,) * 3
-        for factor, entry in zip(factors, spec, strict=False):
-            if _axes(entry):
-                wanted[factor].append(_axes(entry))
+def _factor_axes(mesh, layout: Layout, operands, result) -> dict[str, Axes]:
+    """The mesh axes that split each factor: those of the operands, the weight's first.
+
+    Args:
+      mesh: The mesh.
+      layout: Of the whole weight.
+      operands: (array, factors) of the first three operands.
+      result: (array, factors).
+    """
+    sizes: dict[str, int] = {}
+    wanted: dict[str, list[Axes]] = {}
+    for array, names in [*sorted(operands, key=lambda pair: not UNSPLIT & set(pair[1])), result]:
+        for factor, size, axes in zip(names, array.shape, _spec(array), strict=True):
+            sizes[factor] = size
+            wanted.setdefault(factor, []).extend([axes] if axes else [])
+    whole_in, whole_out = _splittable(layout)
+    sizes |= {"w": layout.windows if whole_in else 1, "o": layout.out_blocks if whole_out else 1}
     used: set[str] = set()
-    chosen: dict[str, tuple[str, ...]] = {}
-    for factor in ("w", "o", "b", "t"):
+    chosen: dict[str, Axes] = dict.fromkeys(UNSPLIT, ())
+    for factor in ("w", "o", *sorted(sizes.keys() - UNSPLIT - {"w", "o"})):
         axes = tuple(a for a in (wanted[factor] or [()])[0] if a not in used)
-        parts = int(np.prod([mesh.shape[a] for a in axes], dtype=np.int64))
-        chosen[factor] = axes if axes and sizes[factor] % parts == 0 else ()
+        chosen[factor] = axes if sizes[factor] % parts_of(mesh, axes) == 0 else ()
         used.update(chosen[factor])
     return chosen
 
 
-def partitioned(op: str, layout: Layout, extras: int, local: Callable[..., Callable]) -> Callable:
+def _result_axes(mesh, axes: dict[str, Axes], added: Axes, names: Factors, result) -> tuple[list[Axes], int | None]:
+    """What splits each axis of the result, and which of them its sum leaves split, if any."""
+    natural = [axes[factor] for factor in names]
+    scatter = scatter_axis(natural, added, _spec(result))
+    if scatter is None or names[scatter] in UNSPLIT or result.shape[scatter] % parts_of(mesh, natural[scatter] + added):
+        return natural, None
+    return [have + (added if i == scatter else ()) for i, have in enumerate(natural)], scatter
+
+
+def partitioned(
+    op: str, layout: Layout, avals: Sequence[Any], local: Callable[..., Callable], meaning: str
+) -> Callable:
     """The operation as a function that XLA's partitioner can split.
 
     Args:
       op: "spmm", "spmm_t" or "sddmm".
       layout: Of the whole weight.
-      extras: Operands after the first three, each [batch, out_features].
-      local: ``local(layout, operands, summed_over)`` gives the function of one device's part, which adds up the parts
-        over the named mesh axes.
+      avals: Of the operands: the first three, scales and bias.
+      local: ``local(layout, operands, axes, scatter)`` gives the function of one device's part, which adds up the
+        parts by ``add_parts(result, axes, scatter)``.
+      meaning: Everything that `local` depends on. A program holds of a partitioning callback only its address, which
+        JAX can be told to leave out of the key of the persistent compilation cache; so a digest of what the callback
+        computes goes with the operands, as a constant.
     """
+    batch = avals[2].ndim - 3
+    names, result_names = factors(op, batch, avals[0].ndim - batch - 1, len(avals) - 3)
+
+    digest = int.from_bytes(hashlib.sha256(meaning.encode()).digest()[:8], "little")
 
     @custom_partitioning
     def whole(*operands):
-        return local(layout, operands, ())(*operands)
+        *operands, _ = operands
+        return local(layout, operands, (), None)(*operands)
 
     def partition(mesh, arg_shapes, result_shape):
-        axes = _factor_axes(op, mesh, layout, arg_shapes, result_shape)
+        described = list(zip(arg_shapes[:3], names[:3], strict=True))
+        axes = _factor_axes(mesh, layout, described, (result_shape, result_names))
+        added = tuple(a for f, axes in sorted(axes.items()) if f.startswith(SUMMED[op]) for a in axes)
+        final, scatter = _result_axes(mesh, axes, added, result_names, result_shape)
+        # Scales and bias follow the result: what its sum leaves split, they are split by.
+        axes["c"] = final[-1]
 
-        def sharding(factors: str) -> NamedSharding:
-            return NamedSharding(mesh, PartitionSpec(*(axes[f] or None for f in factors)))
+        def sharding(entries: Sequence[Axes]) -> NamedSharding:
+            return NamedSharding(mesh, PartitionSpec(*(entry or None for entry in entries)))
 
-        parts = {f: int(np.prod([mesh.shape[a] for a in axes[f]], dtype=np.int64)) for f in axes}
-        piece = Layout(layout.pattern, layout.in_features // parts["w"], layout.out_features // parts["o"])
+        piece = Layout(
+            layout.pattern,
+            layout.in_features // parts_of(mesh, axes["w"]),
+            layout.out_features // parts_of(mesh, axes["o"]),
+        )
 
         def part(*operands):
-            return local(piece, operands, axes[SUMMED[op]])(*operands)
+            *operands, _ = operands
+            return local(piece, operands, added, scatter)(*operands)
 
-        arguments = tuple(sharding(f) for f in (*_OPERANDS[op], *(["bo"] * extras)))
-        return mesh, part, sharding(_RESULT[op]), arguments
+        arguments = [sharding([axes[f] for f in operand]) for operand in names]
+        return mesh, part, sharding(final), (*arguments, sharding([()]))
 
-    rule, options = _rule(op, layout, extras)
+    rule, options = _rule(op, layout, names, result_names)
     whole.def_partition(partition=partition, sharding_rule=rule, **options)
-    return whole
+    return lambda *operands: whole(*operands, jnp.array([digest & 0xFFFFFFFF, digest >> 32], jnp.uint32))
 
 
 def needs_partitioning(context: Any) -> bool:
     """Whether a lowering context compiles for several devices that the partitioner fills (not `jax.shard_map`).
 
-    Meshes of explicit axis types are left out: JAX 0.11 and 0.12 cannot lower collectives inside the partitioning
-    callback there. XLA partitions plain JAX by itself, and gathers the operands of an opaque call.
+    Meshes of explicit axis types are left out: there `explicit` has split the operands already, and JAX 0.11 and 0.12
+    cannot lower collectives inside the partitioning callback.
     """
     devices = getattr(context.module_context.axis_context, "device_assignment", None)
     if devices is None or len(devices) == 1:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jax_nmsparse as nms
-from jax_nmsparse import checkpoint
+from jax_nmsparse import checkpoint, files
 
 
 def _tree():
@@ -53,14 +53,24 @@ def test_damaged_file_raises(tmp_path):
 
 
 def test_another_format_version_raises(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "FORMAT_VERSION", 99)
+    monkeypatch.setattr(files, "FORMAT_VERSION", 99)
     checkpoint.save(tmp_path / "w.safetensors", _tree())
     monkeypatch.undo()
     with pytest.raises(ValueError, match="format version 99"):
         checkpoint.load(tmp_path / "w.safetensors")
 
 
-@pytest.mark.parametrize("bad", [{"a": "text"}, {"a.b": jnp.ones(1)}, {1: jnp.ones(1)}, [jnp.ones(1)]])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"a": "text"},
+        {"a.b": jnp.ones(1)},
+        {"": jnp.ones(1)},
+        {(1,): jnp.ones(1)},
+        {1: jnp.ones(1), "1": jnp.ones(1)},
+        [jnp.ones(1)],
+    ],
+)
 def test_bad_tree_leaves_nothing_behind(tmp_path, bad):
     with pytest.raises((TypeError, ValueError), match="save: "):
         checkpoint.save(tmp_path / "w.safetensors", bad)

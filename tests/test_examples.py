@@ -178,7 +178,7 @@ def test_sparsify_replaces_projections_and_shares_the_rest(model):
     variables = minilm.sparsify(model.params, nms.NMPattern(2, 4))
     assert set(variables) == {"params", MASK_COLLECTION}
     assert len(variables[MASK_COLLECTION]) == 6 * SIZES["num_hidden_layers"]
-    assert variables["params"]["words"] is model.params["words"]
+    assert variables["params"]["words"]["embedding"] is model.params["words"]["embedding"]
     for name, layer in variables["params"].items():
         if minilm.is_projection(name):
             w = NMSparseDense.to_weight({"params": layer, MASK_COLLECTION: variables[MASK_COLLECTION][name]})

@@ -132,7 +132,7 @@ X_DTYPES = (*FLOATS, jnp.float8_e4m3fn, jnp.int8)
 RESULTS = {
     (jnp.int8, jnp.int8): jnp.int32,
     (jnp.float8_e4m3fn, jnp.float8_e4m3fn): jnp.float32,
-    (jnp.float8_e4m3fn, jnp.int8): jnp.bfloat16,
+    (jnp.float8_e4m3fn, jnp.int8): jnp.float32,
     **{(f, q): f for f in FLOATS for q in (jnp.int8, jnp.float8_e4m3fn)},
     **{(q, f): f for f in FLOATS for q in (jnp.int8, jnp.float8_e4m3fn)},
     **{(a, b): jnp.promote_types(a, b) for a in FLOATS for b in FLOATS},

@@ -186,7 +186,8 @@ def test_float64_is_compared_in_float64(x64):
     [
         ({"scores": np.ones((4, 3))}, ValueError, r"scores has shape \(4, 3\), expected \(4, 4\)"),
         ({"scores": np.ones((4, 4), np.complex64)}, TypeError, "scores has dtype complex64"),
-        ({"method": "wanda"}, ValueError, "method is 'wanda', expected one of magnitude"),
+        ({"method": "random"}, ValueError, "method is 'random', expected one of magnitude, wanda, sparsegpt"),
+        ({"method": "wanda", "scores": np.ones((4, 4))}, ValueError, "give one of them"),
         ({"pattern": "4:2"}, ValueError, "n is 4 with m = 2"),
         ({"pattern": (2, 4)}, TypeError, "prune: pattern is a tuple, expected an NMPattern"),
         ({"pattern": 0.5}, TypeError, "prune: pattern is a float"),

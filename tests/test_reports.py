@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_nmsparse as nms
+from jax_nmsparse import aot
 
 
 def _operands(rng, shape=(256, 24), pattern="2:4", tokens=8):
@@ -74,9 +75,61 @@ def test_shape_that_is_none(rng, shape):
 
 
 def test_export_with_a_weight_as_argument(rng):
-    from jax_nmsparse.aot import disabled_checks
-
     x, w = _operands(rng, (48, 20), "8:32/1x4")
-    exported = jax.export.export(jax.jit(nms.spmm), disabled_checks=disabled_checks())(x, w)
+    exported = jax.export.export(jax.jit(nms.spmm), disabled_checks=aot.disabled_checks())(x, w)
     y = jax.export.deserialize(exported.serialize()).call(x, w)
     oracle.assert_close(y, oracle.spmm(x, w), depth=48)
+
+
+def test_export_with_a_symbolic_number_of_tokens(rng):
+    """One exported program for every batch and length, gradients too; a named kernel says why it cannot."""
+    x, w = _operands(rng, (100, 30), "8:32/1x8")
+    shape = jax.export.symbolic_shape("b, length, 100")
+
+    def f(x, w):
+        return nms.spmm(x, w, bias=jnp.ones(30), activation="gelu"), nms.grad(lambda w: (x @ w).sum())(w).values
+
+    exported = jax.export.export(jax.jit(f), disabled_checks=aot.disabled_checks())(
+        jax.ShapeDtypeStruct(shape, jnp.float32), w
+    )
+    restored = jax.export.deserialize(exported.serialize())
+    for lead in ((8, 1), (2, 4)):
+        y, dv = restored.call(x.reshape(*lead, 100), w)
+        oracle.assert_close(y.reshape(8, 30), oracle.spmm(x, w, bias=np.ones(30), activation="gelu"), depth=100)
+        oracle.assert_close(dv, oracle.sddmm(x, np.ones((8, 30)), w), depth=8)
+    with pytest.raises(NotImplementedError, match=r"the number of tokens is symbolic \(1 x "):
+        jax.export.export(jax.jit(lambda x, w: nms.spmm(x, w, implementation="cpu")))(
+            jax.ShapeDtypeStruct(shape, jnp.float32), w
+        )
+
+
+@pytest.mark.parametrize("pattern", ["2:4/1x8", "1:4/4x4"])
+def test_scores_of_huge_blocks_do_not_overflow(rng, pattern):
+    """Sums of 3e38 and more: the largest units of float32 are still told apart, and Inf and NaN are above all."""
+    dense = np.abs(oracle.normal(rng, (64, 16)))
+    dense = (dense / dense.max() * 3e38).astype(np.float32)
+    dense[40:, :8] *= np.float32(1e-30)
+    sums = oracle.cut(dense.astype(np.float64), nms.NMPattern.parse(pattern)).sum((-2, -1))
+    groups = sums.reshape(*sums.shape[:-1], -1, 4)
+    n = int(pattern[0])
+    want = np.argsort(np.argsort(-groups, -1), -1) < n
+    got = oracle.kept(nms.prune(dense, pattern))
+    inside = groups.sum(-1) > 0
+    np.testing.assert_array_equal(got.reshape(groups.shape)[inside], want[inside])
+
+
+def test_explain_refuses_a_device_that_is_none(rng):
+    x, w = _operands(rng)
+    with pytest.raises(ValueError, match="device is 'foo', expected a jax.Device, a platform or a device kind: 'cpu'"):
+        nms.explain(x, w, device="foo")
+    assert nms.explain(x, w, device="tpu").choice.implementation == "xla"
+    assert nms.explain(x, w, device="NVIDIA A100-SXM4-40GB").platform == "cuda"
+
+
+@pytest.mark.parametrize("values_dtype", ["int8", "float8_e4m3fn"])
+def test_float8_activations_of_the_transposed_product_with_scales(rng, values_dtype):
+    w = nms.quantize(nms.prune(oracle.normal(rng, (64, 24)), "2:4"), values_dtype)
+    g = oracle.integers(rng, (3, 24), jnp.float8_e4m3fn)
+    got = nms.spmm(g, w, transpose=True)
+    assert got.dtype == nms.spmm(oracle.integers(rng, (3, 64), jnp.float8_e4m3fn), w).dtype == jnp.float32
+    oracle.assert_close(got, oracle.spmm(g, w, transpose=True), depth=24)

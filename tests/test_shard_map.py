@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import jax_nmsparse as nms
+from jax_nmsparse import placement
 
 P = PartitionSpec
 DEVICES = 4
@@ -115,23 +116,65 @@ def test_operands_that_vary_over_different_axes(rng):
         np.testing.assert_array_equal(gradient, want)
 
 
-def test_transposed_and_sampled_products(rng, mesh):
-    """spmm with transpose over columns, and sddmm over tokens, with the sums written by the user."""
+# Each: specs of x, g, w and of the results y, dx, dvalues; the axes of the sums that the user writes for each.
+EVERY_OP = {
+    "data": (P("d"), P("d"), P(), (P("d"), P("d"), P()), (False, False, True)),
+    "column": (P(), P(None, "d"), P(None, "d"), (P(None, "d"), P(), P(None, "d")), (False, True, False)),
+    "row": (P(None, "d"), P(), P("d"), (P(), P(None, "d"), P("d")), (True, False, False)),
+}
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("scheme", EVERY_OP)
+def test_every_operation(rng, mesh, scheme, check_vma):
+    """spmm, its transpose and sddmm, with the weight cut by shard_map itself and its sums written by the user."""
     w, x, _, g = _problem(rng)
+    x_spec, g_spec, w_spec, out_specs, sums = EVERY_OP[scheme]
 
-    @functools.partial(
-        jax.shard_map,
-        mesh=mesh,
-        in_specs=(P(None, "d"), P(None, "d"), P(None, "d")),
-        out_specs=P(),
+    def products(x, g, w):
+        w = placement.local(w)
+        results = nms.spmm(x, w), nms.spmm(g, w, transpose=True), nms.sddmm(x, g, w)
+        return tuple(jax.lax.psum(r, "d") if add else r for r, add in zip(results, sums, strict=True))
+
+    sharded = jax.shard_map(
+        products, mesh=mesh, in_specs=(x_spec, g_spec, w_spec), out_specs=out_specs, check_vma=check_vma
     )
-    def backward(g, values, mask):
-        dx = nms.spmm(g, _local(values, mask, IN, OUT // DEVICES), transpose=True)
-        return jax.lax.psum(dx, "d")
+    y, dx, dv = jax.jit(sharded)(x, g, w)
+    np.testing.assert_array_equal(y, oracle.spmm(x, w))
+    np.testing.assert_array_equal(dx, oracle.spmm(g, w, transpose=True))
+    np.testing.assert_array_equal(dv, oracle.sddmm(x, g, w))
 
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("d"), P("d"), P(), P()), out_specs=P())
-    def weights(x, g, values, mask):
-        return jax.lax.psum(nms.sddmm(x, g, _local(values, mask, IN, OUT)), "d")
 
-    np.testing.assert_array_equal(backward(g, w.values, w.mask), oracle.spmm(g, w, transpose=True))
-    np.testing.assert_array_equal(weights(x, g, w.values, w.mask), oracle.sddmm(x, g, w))
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_expert_parallel(rng, mesh, check_vma):
+    """Experts over the devices, two on each; tokens go to their expert and back by all_to_all."""
+    experts, capacity = 2 * DEVICES, 2
+    w = oracle.draw(rng, (experts, IN, OUT), "8:32")
+    # From every device to every expert.
+    x = oracle.integers(rng, (DEVICES, experts, capacity, IN))
+    ct = oracle.integers(rng, (DEVICES, experts, capacity, OUT))
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("d"), P("d")), out_specs=P("d"), check_vma=check_vma)
+    def layer(x, w):
+        sent = jax.lax.all_to_all(x[0], "d", 0, 1, tiled=True)
+        return jax.lax.all_to_all(nms.spmm(sent, placement.local(w)), "d", 1, 0, tiled=True)[None]
+
+    def loss(x, w):
+        y = layer(x, w)
+        return jnp.sum(ct * y), y
+
+    (_, y), (dx, dw) = jax.jit(nms.value_and_grad(loss, argnums=(0, 1), has_aux=True))(x, w)
+    by_expert = np.moveaxis(x, 0, 1)
+    np.testing.assert_array_equal(np.moveaxis(y, 0, 1), oracle.spmm(by_expert, w))
+    g = np.moveaxis(ct, 0, 1)
+    np.testing.assert_array_equal(np.moveaxis(dx, 0, 1), oracle.spmm(g, w, transpose=True))
+    np.testing.assert_array_equal(dw.values, oracle.sddmm(by_expert, g, w))
+
+
+def test_cut_inside_a_padded_axis(rng, mesh):
+    """in_features that are no whole windows cannot be cut, and the error says what to do."""
+    w = oracle.draw(rng, (IN - 1, OUT), "8:32")
+    with pytest.raises(ValueError, match="local: in_features is 127, expected a multiple of 32 where it is cut.*pad"):
+        jax.shard_map(
+            lambda x, w: jax.lax.psum(x @ placement.local(w), "d"), mesh=mesh, in_specs=(P(), P("d")), out_specs=P()
+        )(jnp.ones((1, 32)), w)

@@ -168,7 +168,12 @@ std::string RunCase(const Kernel& kernel, const Case& c, const Instance& s, Devi
     // is written: no poison where data are finite. So do masks that are not 2:4 for the kernel that takes nothing else.
     const bool simple = kernel.name == "simple";
     const bool defined = c.bits == Bits::kValid || (simple && c.bits == Bits::kSurplus);
-    if ((!defined || kernel.name == "ew_sparse24") && !std::isnan(got)) continue;
+    const bool only24 = kernel.name == "ew_sparse24" || kernel.name == "ew_wgmma_sparse24";
+    const bool wrong24 = only24 && c.group != 4;
+    if ((!defined || wrong24) && (!std::isnan(got) || (wrong24 && c.data == Data::kSpecial))) continue;
+    // Those that expand weights multiply zeros: NaN and infinities in x may spread.
+    const bool expands = kernel.name == "ew_few_tokens" || kernel.name == "ew_wgmma";
+    if (expands && c.data == Data::kSpecial && std::isnan(got)) continue;
     HostArray rounded(c.result, 1);
     if (exact && std::isfinite(want)) rounded.Set(0, want);
     const double slack = 2e-6 * s.magnitude[i] + 1e-6 + 1.01 * FormatOf(c.result).epsilon * std::abs(want) +
@@ -200,7 +205,7 @@ void Time(const Kernel& kernel, Op op, Device& device) {
     Case c;
     c.op = op, c.pattern = pattern, c.in_features = c.out_features = 4096;
     Instance s;
-    s.mask = RandomMask(c.geometry(), Bits::kValid, random);
+    s.mask = RandomMask(c.geometry(), Bits::kValid, 0, random);
     for (DType dtype : {DType::kF32, DType::kBF16}) {
       for (int64_t tokens : {1, 16, 32, 64, 256, 4096}) {
         c.tokens = tokens;

@@ -136,6 +136,7 @@ struct Case {
   Activation activation = Activation::kNone;
   Data data = Data::kExact;
   Bits bits = Bits::kValid;
+  int group = 0;   // the mask keeps the same number of every `group` units (4: as 2:4 does); 0: q of a window
   int offset = 0;  // elements between each buffer's start and a 256-byte boundary
 
   Geometry geometry() const {
@@ -153,13 +154,13 @@ struct Case {
     char text[256];
     std::snprintf(text, sizeof(text),
                   "%s %d:%d/%dx%d batch %lld tokens %lld %lldx%lld %s,%s->%s%s%s%s act %d data %d "
-                  "bits %d offset %d",
+                  "bits %d group %d offset %d",
                   kOps[static_cast<int>(op)], pattern.q, pattern.window_units, pattern.bk, pattern.bn,
                   static_cast<long long>(batch), static_cast<long long>(tokens), static_cast<long long>(in_features),
                   static_cast<long long>(out_features), FormatOf(left).name, FormatOf(values).name,
                   FormatOf(result).name, scales ? " scales" : "", bias ? " bias " : "",
                   bias ? FormatOf(bias_dtype).name : "", static_cast<int>(activation), static_cast<int>(data),
-                  static_cast<int>(bits), offset);
+                  static_cast<int>(bits), group, offset);
     return text;
   }
 };
@@ -171,10 +172,11 @@ inline constexpr Pattern kPatterns[] = {
     {16, 32, 1, 128}, {3, 32, 1, 3},    {16, 32, 4, 4}, {8, 32, 8, 8},   {16, 32, 32, 32},
     {8, 32, 64, 64},  {16, 32, 16, 16}, {3, 7, 3, 5},   {2, 4, 40, 1},   {20, 64, 2, 16},
 };
-inline constexpr Pattern kWidePatterns[] = {{16, 32, 1, 128}, {3, 32, 1, 128}, {8, 32, 1, 192},   {5, 20, 1, 64},
-                                            {9, 32, 4, 128},  {8, 32, 8, 64},  {3, 32, 16, 64},   {8, 32, 64, 64},
-                                            {16, 32, 1, 1},   {3, 32, 1, 1},   {5, 32, 128, 128}, {2, 8, 64, 128},
-                                            {24, 32, 1, 64},  {8, 32, 1, 32}};
+inline constexpr Pattern kWidePatterns[] = {{16, 32, 1, 128},  {3, 32, 1, 128}, {8, 32, 1, 192}, {5, 20, 1, 64},
+                                            {9, 32, 4, 128},   {8, 32, 8, 64},  {3, 32, 16, 64}, {8, 32, 64, 64},
+                                            {5, 32, 128, 128}, {2, 8, 64, 128}, {24, 32, 1, 64}, {8, 32, 1, 32}};
+inline constexpr Pattern kWideElementwise[] = {{16, 32, 1, 1}, {8, 32, 1, 1},  {3, 32, 1, 1}, {1, 32, 1, 1},
+                                               {13, 32, 1, 1}, {32, 32, 1, 1}, {4, 32, 1, 1}, {16, 32, 1, 1}};
 inline constexpr DType kFloats[] = {DType::kF32, DType::kBF16, DType::kF16};
 inline constexpr int64_t kSizes[] = {1, 31, 33, 63, 65, 127, 129, 1000};
 inline constexpr Op kOps[] = {Op::kSpmm, Op::kSpmmT, Op::kSddmm};
@@ -272,6 +274,27 @@ inline std::vector<Case> Problems(Op op, bool quick) {
         c.out_features = tokens > 264 ? 1490 : 50 + random() % 200;
         if (pattern.bn == 1) c.out_features = (c.out_features + 7) / 8 * 8;
         c.data = tokens == 8 && (pattern.bn == 1 || random() % 2) ? Data::kSpecial : Data::kExact;
+        fill(c);
+        cases.back().offset = 0;
+        cases.back().result = random() % 2 ? dtype : DType::kF32;
+      }
+    }
+  }
+  // The same for element-wise weights, whole windows of rows and whole 16-byte runs of values.
+  for (const Pattern& pattern : kWideElementwise) {
+    for (DType dtype : {DType::kBF16, DType::kF16}) {
+      for (int64_t tokens : {8, 72, 264, 1416}) {
+        if (tokens > 264 && (quick || op != Op::kSpmm || pattern.q != 16)) continue;
+        Case c;
+        c.pattern = pattern;
+        c.left = c.values = dtype;
+        c.batch = tokens == 72 ? 2 : 1;
+        c.tokens = tokens;
+        c.in_features = 64 * (1 + random() % (quick ? 5 : 12)) + (c.batch == 1 ? 32 * (random() % 2) : 0);
+        c.out_features = tokens > 264 ? 1496 : 8 * (1 + random() % 40);
+        c.group = pattern.q == 16 && random() % 2 ? 4 : 0;
+        if (tokens == 8) c.data = random() % 2 ? Data::kSpecial : Data::kReal;
+        if (tokens == 264 && !c.group) c.bits = static_cast<Bits>(random() % 4);
         fill(c);
         cases.back().offset = 0;
         cases.back().result = random() % 2 ? dtype : DType::kF32;
@@ -387,10 +410,17 @@ inline std::vector<int> KeptUnits(const Geometry& geometry, const uint32_t* word
   return kept;
 }
 
-inline std::vector<uint32_t> RandomMask(const Geometry& g, Bits bits, std::mt19937& random) {
+inline std::vector<uint32_t> RandomMask(const Geometry& g, Bits bits, int group, std::mt19937& random) {
   std::vector<uint32_t> mask(g.batch * g.mask_count());
   for (int64_t block = 0; block < g.batch * g.windows * g.out_blocks; ++block) {
     uint32_t* words = &mask[block * g.mask_words];
+    for (int first = 0; group && first < g.window_units; first += group) {
+      for (int unit = 0, left = g.q * group / g.window_units; left > 0; ++unit) {
+        if (static_cast<int>(random() % (group - unit)) >= left) continue;
+        words[(first + unit) / 32] |= 1u << (first + unit) % 32, --left;
+      }
+    }
+    if (group) continue;
     int count = g.q;
     if (bits == Bits::kSurplus) count = g.q + random() % (g.window_units - g.q + 1);
     if (bits == Bits::kMissing) count = random() % (g.q + 1);
@@ -412,7 +442,7 @@ inline Instance MakeInstance(const Case& c, std::mt19937& random) {
   if (c.op != Op::kSpmm) s.g = RandomArray(c.left, g.batch * g.tokens * g.out_features, c.data, random);
   const Data value_data = c.data == Data::kSpecial ? Data::kExact : c.data;
   if (c.op != Op::kSddmm) s.values = RandomArray(c.values, g.batch * g.values_count(), value_data, random);
-  s.mask = RandomMask(g, c.bits, random);
+  s.mask = RandomMask(g, c.bits, c.group, random);
   const int64_t features = g.batch * g.out_features;
   for (int64_t i = 0; c.scales && i < features; ++i) s.scales.push_back(std::ldexp(1.0f, random() % 3 - 1));
   if (c.bias) s.bias = RandomArray(c.bias_dtype, features, value_data, random);

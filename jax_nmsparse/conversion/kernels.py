@@ -1,0 +1,254 @@
+"""From one dense kernel to one weight: what linen trees, NNX modules and files have in common."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_nmsparse import axes
+from jax_nmsparse.array import VALUE_DTYPES, NMSparse
+from jax_nmsparse.conversion.report import LayerReport
+from jax_nmsparse.conversion.rules import Matcher, Rule, check_method
+from jax_nmsparse.pruning import Statistics, prune
+from jax_nmsparse.quantization import quantize
+from jax_nmsparse.tables import track
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A dense kernel ``[*stacked, *in_sizes, *out_sizes]``, or a transposed one ``[*stacked, out, in]``, as tables are.
+
+    Attributes:
+      path: Of the layer.
+      leaf: Its name in the layer: "kernel", "embedding".
+      transposed: Whether the contracted axis is the last one.
+      shape, dtype: Of the kernel.
+      contracted, stacked: As in `Rule`; None where only a rule can tell.
+      take: Gives the kernel.
+      problem: Why the layer cannot be converted.
+    """
+
+    path: str
+    leaf: str
+    transposed: bool
+    shape: tuple[int, ...]
+    dtype: Any
+    contracted: int | None
+    stacked: int
+    take: Callable[[], Any]
+    problem: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.path}/{self.leaf}" if self.path else self.leaf
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+    def dense_report(self, note: str) -> LayerReport:
+        dtype = jnp.dtype(self.dtype).name
+        return LayerReport(self.path, self.shape, "dense", "", dtype, self.nbytes, self.nbytes, note=note)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A candidate that becomes sparse, and all that is needed for it.
+
+    Attributes:
+      candidate: The kernel; contracted and stacked are known.
+      rule: Its rule.
+      method: "magnitude", "wanda", "sparsegpt" or "mask".
+      inputs: `Statistics`, for the methods that need them, or for the error of the output.
+      mask: A boolean mask of the kernel's shape, for "mask".
+    """
+
+    candidate: Candidate
+    rule: Rule
+    method: str
+    inputs: Statistics | None
+    mask: Any
+
+    @property
+    def sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """in_sizes and out_sizes of a kernel that is not transposed."""
+        first, last = self.candidate.stacked, self.candidate.stacked + (self.candidate.contracted or 1)
+        return self.candidate.shape[first:last], self.candidate.shape[last:]
+
+    def fold(self, array: Any) -> Any:
+        """An array of the kernel's shape as ``[*stacked, in_features, out_features]``."""
+        if self.candidate.transposed:
+            return jnp.swapaxes(array, -1, -2)
+        return axes.fold_kernel(self.candidate.name, array, self.candidate.stacked, self.candidate.contracted or 1)[0]
+
+    def run(self, *, donate: bool) -> tuple[NMSparse, LayerReport]:
+        """Takes the kernel and packs it.
+
+        Args:
+          donate: Delete the kernel's buffer, whoever else refers to it.
+        """
+        kernel = self.candidate.take()
+        try:
+            dense = self.fold(jnp.asarray(kernel))
+            w = self._pack(dense)
+            errors = _errors(dense, w, None if self.inputs is None else self.inputs.gram)
+        except (ValueError, TypeError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"sparsify: {self.candidate.name}: {error}") from error
+        # Not before both are computed: deleting a buffer that is still read would wait anyway.
+        weight_error, output_error = (None if e is None else float(e) for e in errors)
+        if donate and isinstance(kernel, jax.Array):
+            kernel.delete()
+        report = LayerReport(
+            self.candidate.path,
+            self.candidate.shape,
+            str(w.pattern),
+            self.method,
+            jnp.dtype(w.dtype).name,
+            self.candidate.nbytes,
+            w.nbytes,
+            weight_error or 0.0,
+            output_error,
+        )
+        return w, report
+
+    def _pack(self, dense: jax.Array) -> NMSparse:
+        pattern: Any = self.rule.pattern
+        if self.method == "mask":
+            mask = self.fold(jnp.asarray(self.mask) != 0)
+            # Raises where the mask keeps more than the pattern; groups where it keeps less are filled with zeros.
+            NMSparse.fromdense(mask.astype(jnp.int8), pattern)
+            w = prune(jnp.where(mask, dense, 0), pattern, scores=mask)
+        else:
+            inputs = None if self.method == "magnitude" else self.inputs
+            w = prune(dense, pattern, method=self.method, inputs=inputs, damping=self.rule.damping)
+        if self.rule.values_dtype is not None:
+            return quantize(w, self.rule.values_dtype)
+        return w if self.rule.dtype is None else w.astype(self.rule.dtype)
+
+
+@jax.jit
+def _errors(dense: jax.Array, w: NMSparse, gram: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+    """Relative errors of the weight, and of its products with the inputs whose ``x^T x`` is gram."""
+    dtype = jnp.promote_types(dense.dtype, jnp.float32)
+    dense = dense.astype(dtype)
+    delta = dense - w.todense().astype(dtype)
+
+    def relative(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
+        return jnp.sqrt(jnp.where(denominator > 0, jnp.maximum(numerator, 0) / denominator, 0))
+
+    weight = relative(jnp.sum(jnp.square(delta)), jnp.sum(jnp.square(dense)))
+    if gram is None:
+        return weight, None
+
+    def energy(kernel: jax.Array) -> jax.Array:
+        return jnp.sum(kernel * jnp.matmul(gram.astype(dtype), kernel, precision=lax.Precision.HIGHEST))
+
+    return weight, relative(energy(delta), energy(dense))
+
+
+def each(steps: list[Job | LayerReport], progress: bool) -> Iterator[Job | LayerReport]:
+    """The steps of a plan, which is emptied on the way: a step that is done keeps no kernel alive."""
+    queue = collections.deque(steps)
+    steps.clear()
+
+    def drained() -> Iterator[Job | LayerReport]:
+        while queue:
+            yield queue.popleft()
+
+    def label(step: Job | LayerReport) -> str:
+        return step.candidate.path if isinstance(step, Job) else step.path
+
+    return track(drained(), "sparsify", len(queue), enabled=progress, label=label)
+
+
+def flatten(tree: Any, what: str) -> dict[str, Any]:
+    """Path -> leaf of nested mappings, whose keys may be paths already; None and empty nodes are left out."""
+    if tree is None:
+        return {}
+    if not isinstance(tree, Mapping):
+        raise TypeError(f"sparsify: {what} is a {type(tree).__name__}, expected a mapping from paths, or nested ones")
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat.update({f"{key}/{path}": leaf for path, leaf in flatten(value, what).items()})
+        elif value is not None:
+            flat[str(key)] = value
+    return flat
+
+
+def plan(
+    candidates: Iterable[Candidate], rules: Any, *, method: str, statistics: Any, masks: Any
+) -> list[Job | LayerReport]:
+    """What to do with every candidate, checked before anything is touched.
+
+    Returns:
+      A `Job` for every candidate that becomes sparse, and the report of every one that stays dense, in order.
+
+    Raises:
+      ValueError, TypeError: For rules that match nothing or cannot be followed, missing statistics, wrong masks.
+    """
+    check_method(method)
+    matcher, steps, candidates = Matcher(rules), [], list(candidates)
+    flat_statistics, flat_masks = flatten(statistics, "statistics"), flatten(masks, "masks")
+    for candidate in candidates:
+        rule, note = matcher.find(candidate.name)
+        if rule is None:
+            steps.append(candidate.dense_report(note))
+        else:
+            steps.append(_job(candidate, rule, rule.method or method, flat_statistics, flat_masks))
+    matcher.check_all_used(candidate.name for candidate in candidates)
+    return steps
+
+
+def _job(candidate: Candidate, rule: Rule, method: str, statistics: Mapping[str, Any], masks: Mapping[str, Any]) -> Job:
+    candidate = _resolved(candidate, rule)
+    mask = next((masks[name] for name in (candidate.name, candidate.path) if name in masks), None)
+    if mask is not None:
+        if np.shape(mask) != candidate.shape:
+            raise ValueError(
+                f"sparsify: the mask of {candidate.name} has shape {np.shape(mask)}, expected {candidate.shape}"
+            )
+        method = "mask"
+    inputs = statistics.get(candidate.path)
+    if inputs is not None and not isinstance(inputs, Statistics):
+        raise TypeError(f"sparsify: statistics of {candidate.path} is a {type(inputs).__name__}, expected Statistics")
+    if method in ("wanda", "sparsegpt") and inputs is None:
+        raise ValueError(
+            f"sparsify: method {method!r} needs statistics of what {candidate.path} reads, but statistics holds none; "
+            "calibrate with that layer (pruning.calibrate), or give it a Rule with method='magnitude'"
+        )
+    return Job(candidate, rule, method, inputs, mask)
+
+
+def _resolved(candidate: Candidate, rule: Rule) -> Candidate:
+    """The candidate with contracted and stacked, or an error where it cannot be converted."""
+    if candidate.problem:
+        raise ValueError(
+            f"sparsify: {candidate.name} cannot become sparse: {candidate.problem}; leave it dense by a rule before "
+            f"the one that matches it, {{{candidate.path!r}: None, ...}}"
+        )
+    if jnp.dtype(candidate.dtype) not in VALUE_DTYPES:
+        names = ", ".join(dtype.name for dtype in VALUE_DTYPES)
+        raise TypeError(
+            f"sparsify: {candidate.name} has dtype {jnp.dtype(candidate.dtype).name}, supported are {names}"
+        )
+    if candidate.contracted is not None:
+        return candidate
+    first = rule.stacked + (rule.contracted or 1)
+    known = rule.contracted is not None or len(candidate.shape) == rule.stacked + 2
+    if not known or not first < len(candidate.shape):
+        raise ValueError(
+            f"sparsify: {candidate.name} has shape {candidate.shape}, of which the parameters alone do not say what is "
+            "contracted; use Rule(pattern, contracted=..., stacked=...), or leave it dense by a rule before the one "
+            f"that matches it, {{{candidate.path!r}: None, ...}}"
+        )
+    return dataclasses.replace(candidate, contracted=rule.contracted or 1, stacked=rule.stacked)

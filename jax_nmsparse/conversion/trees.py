@@ -1,0 +1,116 @@
+"""Conversion of the parameters of Flax linen models."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jax_nmsparse.conversion.kernels import Candidate, Job, each, plan
+from jax_nmsparse.conversion.report import LayerReport, Report
+from jax_nmsparse.linen import MASK_COLLECTION, NMSparseDenseGeneral, NMSparseEmbed
+from jax_nmsparse.linen.variables import stored_description
+
+
+def as_variables(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Variables of a model as nested dicts that may be changed; arrays are not copied."""
+
+    def copied(node: Any) -> Any:
+        return {key: copied(child) for key, child in node.items()} if isinstance(node, Mapping) else node
+
+    plain: dict[str, Any] = copied(nn.meta.unbox(tree))
+    return plain if isinstance(plain.get("params"), dict) else {"params": plain}
+
+
+def _candidates(params: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[Candidate]:
+    for leaf in ("kernel", "embedding"):
+        if leaf in params and not isinstance(params[leaf], dict):
+            others = set(params) - {leaf, *(("bias",) if leaf == "kernel" else ())}
+            array = params[leaf]
+            yield Candidate(
+                "/".join(path),
+                leaf,
+                leaf == "embedding",
+                jnp.shape(array),
+                jnp.result_type(array),
+                1 if leaf == "embedding" and jnp.ndim(array) == 2 else None,
+                0,
+                lambda leaf=leaf: params.pop(leaf),
+                f"it lies beside {', '.join(sorted(others))}, which no N:M sparse layer has" if others else "",
+            )
+    for key, child in params.items():
+        if isinstance(child, dict):
+            yield from _candidates(child, (*path, str(key)))
+
+
+def _node(tree: dict[str, Any], path: str, *, create: bool = False) -> dict[str, Any]:
+    for key in path.split("/") if path else ():
+        tree = tree.setdefault(key, {}) if create else tree[key]
+    return tree
+
+
+def sparsify_variables(
+    tree: Mapping[str, Any], rules: Any, *, donate: bool, progress: bool, **options: Any
+) -> tuple[dict[str, Any], Report]:
+    """See `sparsify`."""
+    variables = as_variables(tree)
+    params = variables["params"]
+    steps = plan(_candidates(params), rules, **options)
+    _check_biases(params, [step for step in steps if isinstance(step, Job)])
+    # An array that lies in two places must outlive the first.
+    uses = collections.Counter(map(id, jax.tree.leaves(variables)))
+    reports: list[LayerReport] = []
+    for job in each(steps, progress):
+        if isinstance(job, LayerReport):
+            reports.append(job)
+            continue
+        node = _node(params, job.candidate.path)
+        w, report = job.run(donate=donate and uses[id(node[job.candidate.leaf])] == 1)
+        reports.append(report)
+        if job.candidate.leaf == "embedding":
+            new = NMSparseEmbed.from_weight(w)
+        else:
+            in_sizes, features = job.sizes
+            new = NMSparseDenseGeneral.from_weight(w, node.pop("bias", None), in_sizes=in_sizes, features=features)
+        node.update(new["params"])
+        masks = variables.setdefault(MASK_COLLECTION, {})
+        _node(masks, job.candidate.path, create=True).update(new[MASK_COLLECTION])
+    return variables, Report(tuple(reports))
+
+
+def _check_biases(params: dict[str, Any], jobs: list[Job]) -> None:
+    for job in jobs:
+        bias = _node(params, job.candidate.path).get("bias")
+        stacked = job.candidate.shape[: job.candidate.stacked]
+        if bias is not None and jnp.shape(bias) != (*stacked, *job.sizes[1]):
+            raise ValueError(
+                f"sparsify: {job.candidate.name} has shape {job.candidate.shape} and its bias {jnp.shape(bias)}, which "
+                f"does not fit {job.candidate.contracted} contracted and {job.candidate.stacked} stacked axes; say "
+                "what they are by Rule(pattern, contracted=..., stacked=...)"
+            )
+
+
+def densify_variables(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """See `densify`."""
+    variables = as_variables(tree)
+    masks = variables.pop(MASK_COLLECTION, {})
+
+    def visit(params: dict[str, Any], constants: dict[str, Any]) -> None:
+        if "mask" in constants and "format" in constants:
+            layer = {"params": dict(params), MASK_COLLECTION: constants}
+            embedding = stored_description(layer).of == "embedding"
+            dense = NMSparseEmbed.to_dense(layer) if embedding else NMSparseDenseGeneral.to_dense(layer)
+            params.clear()
+            params.update(dense)
+            return
+        for key, child in constants.items():
+            if not isinstance(child, dict) or not isinstance(params.get(key, {}), dict):
+                raise ValueError(f"densify: {MASK_COLLECTION} holds {key!r}, expected the variables of layers")
+            visit(params.setdefault(key, {}), child)
+
+    visit(variables["params"], masks)
+    return variables
