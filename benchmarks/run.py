@@ -35,8 +35,8 @@ from jax_nmsparse.kernels import KERNELS
 from jax_nmsparse.layout import Layout
 
 _QUANTISED = ("int8", "float8_e4m3fn")
-_AHEAD = 4
-"""Cases that are compiled while one is timed."""
+_GROUP = 8
+"""Cases that are compiled together, on threads; XLA also tries out kernels on the device meanwhile, so none is timed."""
 
 TABLE = pathlib.Path(tuning.__file__).with_name("dispatch_table.json")
 RESULTS = pathlib.Path(__file__).parent / "results"
@@ -160,6 +160,13 @@ class Run:
     def _add(self, name: str, call, calls, weights) -> None:
         error = timing.compile_later(_error(self.case, call), self.inputs, self.first)
         self.ways[name] = (timing.Stopwatch(call, calls, weights), error)
+
+    def wait(self) -> None:
+        """Until everything is compiled."""
+        for stopwatch, error in self.ways.values():
+            stopwatch.wait()
+            error.result()
+        self.dense.wait()
 
     def explain(self) -> nms.Explanation:
         x = self.inputs[0] if self.case.op == "sddmm" else self.inputs
@@ -301,14 +308,16 @@ def main(arguments: list[str] | None = None) -> int:
     out = options.out or RESULTS / device_name() / (f"{datetime.date.today()}-{options.revision}-{options.suite}.json")
     out.parent.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
-    ahead = [Run(c) for c in cases[:_AHEAD]]
+    group: list[Run] = []
     for i, _ in enumerate(cases, 1):
         if time.monotonic() - start > options.seconds:
             print(f"stopped after {i - 1} of {len(cases)} cases")
             break
-        row = ahead.pop(0).row(options.peers, options.tune)
-        if i + _AHEAD <= len(cases):
-            ahead.append(Run(cases[i + _AHEAD - 1]))
+        if not group:
+            group = [Run(c) for c in cases[i - 1 : i - 1 + _GROUP]]
+            for run in group:
+                run.wait()
+        row = group.pop(0).row(options.peers, options.tune)
         result["rows"].append(row)
         print(
             f"{i}/{len(cases)} {row['op']:<6} {row['pattern']:>5} {row['block']:>5} {row['dtype']} t={row['tokens']} "

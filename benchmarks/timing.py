@@ -74,6 +74,11 @@ class Stopwatch:
         self._short = compile_later(_program(call, SHORT), *self._arguments)
         self._long = compile_later(_program(call, self._calls), *self._arguments)
 
+    def wait(self) -> None:
+        """Until it is compiled."""
+        self._short.result()
+        self._long.result()
+
     def measure(self) -> Timing:
         """Runs it; nothing else should run on the device meanwhile."""
         short, long = self._short.result(), self._long.result()

@@ -138,7 +138,8 @@ def test_what_the_expanding_kernel_rejects(pattern, change, reason):
 @pytest.mark.parametrize("pattern", KERNELS)
 @pytest.mark.parametrize("model", MODELS)
 def test_one_transpose_at_each_end_of_a_model(rng, model, pattern):
-    """Compiled for the GPU: at most two transposes of activations, and none inside the loop of a scan."""
+    """Compiled for the GPU: x is transposed for the first product and, inside a fusion, for the first residual sum; the
+    result is transposed once. Nothing between the blocks, and nothing inside the loop of a scan."""
     if native.cuda_capability() != "9.0":
         pytest.skip("these kernels have code for compute capability 9.0 alone")
     wrap, block, calls = MODELS[model]
@@ -148,7 +149,7 @@ def test_one_transpose_at_each_end_of_a_model(rng, model, pattern):
     text = compiled.as_text()
     assert len(re.findall(r'custom_call_target="nms_cuda_spmm"', text)) == calls
     moved = [line for line in text.splitlines() if _moves_activations(line)]
-    assert len(moved) <= 2, "\n".join(moved)
+    assert len(moved) <= 3, "\n".join(moved)
     dense = wrap(functools.partial(block, spmm=functools.partial(nms.spmm, implementation="dense")))
     oracle.assert_close(compiled(x, blocks), np.asarray(jax.jit(dense)(x, blocks), np.float64), depth=DEPTH * HIDDEN)
 

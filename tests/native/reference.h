@@ -301,6 +301,19 @@ inline std::vector<Case> Problems(Op op, bool quick) {
       }
     }
   }
+  // What the kernels for one to four tokens of element-wise and of vector-wise weights take.
+  for (const Pattern& pattern : {kPatterns[0], kPatterns[1], kPatterns[2], kPatterns[14]}) {
+    for (DType dtype : {DType::kF32, DType::kBF16}) {
+      for (int64_t tokens : {1, 3}) {
+        Case c;
+        c.pattern = pattern;
+        c.left = c.values = dtype;
+        c.tokens = tokens, c.in_features = 1024, c.out_features = 384;
+        fill(c);
+        cases.back().offset = 0;
+      }
+    }
+  }
   if (quick) return cases;
   // Tails: token counts, out_features of 1 to 300, sizes around powers of two with the bias on and off.
   for (const Pattern& pattern : {kPatterns[0], kPatterns[11], kPatterns[15], kPatterns[19]}) {
