@@ -171,8 +171,7 @@ def test_lookup_refuses():
         lookup(np.ones((4, 4)), jnp.array(0))  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("values_dtype", [None, "int8"])
-@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize(("dtype", "values_dtype"), [(None, None), ("bfloat16", None), ("bfloat16", "int8")])
 def test_embeddings_equal_those_of_flax(rng, dtype, values_dtype):
     """Linen and NNX: the same draw, rows and products as the dense table holds; tied heads from one weight."""
     ids, x = np.array([[0, 100, 5], [-1, 101, 3]]), oracle.integers(rng, (3, 32))
