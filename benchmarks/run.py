@@ -36,7 +36,7 @@ from jax_nmsparse.layout import Layout
 
 _QUANTISED = ("int8", "float8_e4m3fn")
 _GROUP = 8
-"""Cases that are compiled together, on threads; XLA also tries out kernels on the device meanwhile, so none is timed."""
+"""Cases that are compiled together, on threads. XLA tries out kernels on the device meanwhile, so none is timed then."""
 
 TABLE = pathlib.Path(tuning.__file__).with_name("dispatch_table.json")
 RESULTS = pathlib.Path(__file__).parent / "results"
