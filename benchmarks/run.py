@@ -36,7 +36,7 @@ from jax_nmsparse.layout import Layout
 
 _QUANTISED = ("int8", "float8_e4m3fn")
 _GROUP = 8
-"""Cases that are compiled together, on threads. XLA tries out kernels on the device meanwhile, so none is timed then."""
+"""Cases that are compiled together, on threads. XLA tries out kernels meanwhile, so nothing is timed then."""
 
 TABLE = pathlib.Path(tuning.__file__).with_name("dispatch_table.json")
 RESULTS = pathlib.Path(__file__).parent / "results"
