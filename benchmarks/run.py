@@ -236,6 +236,7 @@ def _record(case: Case, w: nms.NMSparse, times: dict[str, float]) -> None:
     points = {identity(p): p for p in table.get(_implementation(), {"points": []})["points"]}
     points[identity(point)] = point
     table[_implementation()] = {
+        **table.get(_implementation(), {}),
         "device": jax.devices()[0].device_kind,
         "date": str(datetime.date.today()),
         "points": list(points.values()),
@@ -244,6 +245,7 @@ def _record(case: Case, w: nms.NMSparse, times: dict[str, float]) -> None:
     text = json.dumps(table, indent=1)
     text = re.sub(r'\{\n\s+"op".*?\}\n\s+\}', lambda m: re.sub(r"\n\s+", " ", m[0]), text, flags=re.DOTALL)
     TABLE.write_text(text + "\n")
+    tuning._file.cache_clear()
     tuning.table.cache_clear()
     tuning.nearest.cache_clear()
 

@@ -12,6 +12,7 @@ import functools
 import json
 import math
 import pathlib
+from typing import Any
 
 from jax_nmsparse.pattern import NMPattern
 
@@ -45,6 +46,11 @@ class Measurement:
     out_features: int
     times_us: dict[str, float] = dataclasses.field(hash=False)
 
+    def is_weight_of(self, other: Measurement) -> bool:
+        """Whether both are products with the same weight."""
+        mine = (self.pattern, self.in_features, self.out_features)
+        return mine == (other.pattern, other.in_features, other.out_features)
+
     def distance(self, pattern: NMPattern, tokens: int, in_features: int, out_features: int) -> float:
         """Octaves between this point and a call."""
         pairs = (
@@ -60,11 +66,25 @@ class Measurement:
 
 
 @functools.cache
+def _file() -> dict[str, Any]:
+    return json.loads(pathlib.Path(__file__).with_name("dispatch_table.json").read_text(encoding="utf-8"))
+
+
+@functools.cache
 def table(implementation: str) -> tuple[Measurement, ...]:
     """The measurements for an implementation, none where it was never tuned."""
-    text = pathlib.Path(__file__).with_name("dispatch_table.json").read_text(encoding="utf-8")
-    points = json.loads(text).get(implementation, {"points": []})["points"]
+    points = _file().get(implementation, {"points": []})["points"]
     return tuple(Measurement(**{**p, "pattern": NMPattern.parse(p["pattern"])}) for p in points)
+
+
+def expansion_us(implementation: str, pattern: NMPattern, elements: int) -> float:
+    """Time in which XLA expands a weight of that many dense elements, by the rate that was measured; 0 without one.
+
+    Implementation "dense" does so in every call, while the times of "dense" in the table are those of a weight that is
+    dense already.
+    """
+    rates = _file().get(implementation, {}).get("expand_us_per_million", {})
+    return rates.get("element-wise" if pattern.is_elementwise else "blocks", 0.0) * elements / 1e6
 
 
 @functools.lru_cache(maxsize=4096)

@@ -25,7 +25,11 @@ def _rows():
     rows = []
     for path in sorted(RESULTS.glob("*.json")):
         for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
-            if row["op"] not in ("spmm", "spmm_t", "sddmm") or row["implementation"] != "cuda" or not row["time_us"]:
+            if (
+                row.get("op") not in ("spmm", "spmm_t", "sddmm")
+                or row["implementation"] != "cuda"
+                or not row["time_us"]
+            ):
                 continue
             pattern = nms.NMPattern.parse(f"{row['pattern']}/{row['block']}")
             dtype = jnp.dtype(row["dtype"])
