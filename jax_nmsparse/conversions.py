@@ -38,7 +38,7 @@ def _any_in_unit(flags: jax.Array, layout: Layout) -> jax.Array:
 def nonzero_mask(dense: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array]:
     """The mask of the nonzero units, filled up to n in every group, and which groups hold more than n."""
     nonzero = _any_in_unit(_nonzero(dense), layout)
-    groups = nonzero.reshape(*nonzero.shape[:-1], -1, layout.pattern.m)
+    groups = nonzero.reshape(*nonzero.shape[:-1], layout.window_units // layout.pattern.m, layout.pattern.m)
     too_many = jnp.sum(groups, axis=-1) > layout.pattern.n
     return layout_lib.pack_bits(layout_lib.select(nonzero.astype(jnp.float32), layout)), too_many
 
