@@ -14,6 +14,7 @@ from jax_nmsparse import dispatch, native
 from jax_nmsparse.lowering import target_name
 
 _OPS = ("spmm", "spmm_t", "sddmm")
+_PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 
 def disabled_checks() -> list[jax_export.DisabledSafetyCheck]:
@@ -57,6 +58,8 @@ def export(
       kernels' custom calls it holds.
 
     Raises:
+      TypeError, ValueError: For platforms that are no list of "cpu", "cuda", "rocm" and "tpu", and for a capability
+        that is no "major.minor".
       NotImplementedError: For a product that jit spreads over several devices; under `jax.shard_map` it is exported.
 
     Example:
@@ -67,6 +70,12 @@ def export(
       >>> aot.targets(exported)
       {'nms_cuda_spmm'}
     """
+    if isinstance(platforms, str):
+        raise TypeError(f"export: platforms is {platforms!r}, expected a sequence such as [{platforms!r}]")
+    if unknown := set(platforms or ()) - set(_PLATFORMS):
+        raise ValueError(f"export: platforms holds {sorted(unknown)}, expected some of {', '.join(_PLATFORMS)}")
+    if cuda_capability is not None and not re.fullmatch(r"\d+\.\d+", cuda_capability):
+        raise ValueError(f"export: cuda_capability is {cuda_capability!r}, expected such as '9.0'")
 
     def of(*arguments: Any, **keywords: Any) -> jax_export.Exported:
         exporter = jax_export.export(function, platforms=platforms, disabled_checks=disabled_checks())

@@ -301,6 +301,10 @@ def plan(
     data, tensor = mesh
     if min(data, tensor, tokens) < 1:
         raise ValueError(f"plan: mesh is {mesh} and tokens {tokens}, expected at least 1 each")
+    if context < 0:
+        raise ValueError(f"plan: context is {context}, expected at least 0")
+    if link is not None and not 0 < link < float("inf"):
+        raise ValueError(f"plan: link is {link} bytes/s, expected a positive number")
     if model.heads % tensor:
         raise ValueError(f"plan: {model.heads} heads cannot be split over {tensor} devices")
     pattern, dtype, ceilings = check_pattern("plan", pattern), jnp.dtype(dtype), DEVICES[device]

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_nmsparse as nms
-from jax_nmsparse import aot
+from jax_nmsparse import aot, planning
 
 
 def _operands(rng, shape=(256, 24), pattern="2:4", tokens=8):
@@ -133,3 +133,42 @@ def test_float8_activations_of_the_transposed_product_with_scales(rng, values_dt
     got = nms.spmm(g, w, transpose=True)
     assert got.dtype == nms.spmm(oracle.integers(rng, (3, 64), jnp.float8_e4m3fn), w).dtype == jnp.float32
     oracle.assert_close(got, oracle.spmm(g, w, transpose=True), depth=24)
+
+
+def test_masks_that_no_layer_takes():
+    """Masks nested as the model is passed are taken; those of no sparse layer, or not bool, are refused."""
+    kernel = jnp.arange(64.0).reshape(8, 8) + 1
+    variables = {"params": {"up": {"kernel": kernel}}}
+    mask = jnp.tile(jnp.array([True, False, False, True]), 2)[:, None] & jnp.ones((8, 8), bool)
+    pruned, report = nms.sparsify(variables, "2:4", masks={"params": {"up": {"kernel": mask}}})
+    assert report.layers[0].method == "mask"
+    np.testing.assert_array_equal(nms.densify(pruned)["params"]["up"]["kernel"], jnp.where(mask, kernel, 0))
+    with pytest.raises(ValueError, match="masks holds upp/kernel, where no layer is made sparse"):
+        nms.sparsify(variables, "2:4", masks={"upp": {"kernel": mask}})
+    with pytest.raises(TypeError, match="up/kernel has dtype int32, expected bool"):
+        nms.sparsify(variables, "2:4", masks={"up": {"kernel": mask.astype(jnp.int32)}})
+
+
+def test_densify_without_masks():
+    variables, _ = nms.sparsify({"params": {"up": {"kernel": jnp.ones((8, 8))}}}, "2:4")
+    with pytest.raises(ValueError, match="up holds packed values, but nm_mask holds no mask for it"):
+        nms.densify({"params": variables["params"]})
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"platforms": "cpu"}, TypeError, "expected a sequence"),
+        ({"platforms": ["foo"]}, ValueError, "expected some of cpu, cuda, rocm, tpu"),
+        ({"platforms": ["cuda"], "cuda_capability": "foo"}, ValueError, "expected such as '9.0'"),
+    ],
+)
+def test_export_for_what_does_not_exist(options, error, message):
+    with pytest.raises(error, match=message):
+        aot.export(jax.jit(nms.spmm), **options)
+
+
+@pytest.mark.parametrize("options", [{"link": -1.0}, {"link": 0.0}, {"link": float("nan")}, {"context": -5}])
+def test_plans_of_impossible_numbers(options):
+    with pytest.raises(ValueError, match=f"plan: {next(iter(options))} is"):
+        planning.plan("8b", mesh=(1, 8), **options)

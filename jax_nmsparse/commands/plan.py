@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
             context=arguments.context,
             dtype=arguments.dtype,
             device=arguments.device,
-            link=arguments.link and 1e9 * arguments.link,
+            link=None if arguments.link is None else 1e9 * arguments.link,
         )
     )
     return 0

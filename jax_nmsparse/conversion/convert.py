@@ -46,7 +46,7 @@ def sparsify(
       method: "magnitude", "wanda" or "sparsegpt", where a rule names none.
       statistics: Path of a layer -> `pruning.Statistics`, as `pruning.calibrate` returns them; needed by "wanda" and
         "sparsegpt". Where they have x^T x, the report says the error of the layer's output.
-      masks: Boolean masks of the kernels' shapes from elsewhere (jaxpruner): nested like the parameters, or by path;
+      masks: Masks, bool or uint8, of the kernels' shapes from elsewhere (jaxpruner): nested like the parameters, or by path;
         None where there is none. A layer that has one keeps what is True, whatever the method. A mask that keeps more
         than its pattern raises; one that keeps less is fine.
       donate: Delete the dense kernels, whoever else holds them.
@@ -59,8 +59,9 @@ def sparsify(
       replaced (another one only where the model itself is a single layer).
 
     Raises:
-      ValueError, TypeError: For a rule that matches nothing or cannot be followed, missing statistics or wrong masks,
-        before anything was changed; or as `prune`, naming the layer.
+      ValueError, TypeError: For a rule that matches nothing or cannot be followed, missing statistics, masks of another
+        shape or dtype or of no sparse layer, before anything was changed. For a mask that keeps more than its pattern,
+        or as `prune`, naming the layer: layers before it are converted then, and with donate their kernels are gone.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp, jax_nmsparse as nms
@@ -94,7 +95,8 @@ def densify(model: Any) -> Any:
       Variables for the model with the dense layers of Flax, or the module.
 
     Raises:
-      ValueError: For an NNX layer with an activation of its own, which no dense layer computes.
+      ValueError: For an NNX layer with an activation of its own, which no dense layer computes; for packed values
+        without their mask.
 
     Example:
       >>> from flax import nnx

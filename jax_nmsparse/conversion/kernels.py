@@ -198,7 +198,7 @@ def plan(
     """
     check_method(method)
     matcher, steps, candidates = Matcher(rules), [], list(candidates)
-    flat_statistics, flat_masks = flatten(statistics, "statistics"), flatten(masks, "masks")
+    flat_statistics, flat_masks = flatten(statistics, "statistics"), _flat_masks(masks)
     for candidate in candidates:
         rule, note = matcher.find(candidate.name)
         if rule is None:
@@ -206,7 +206,18 @@ def plan(
         else:
             steps.append(_job(candidate, rule, rule.method or method, flat_statistics, flat_masks))
     matcher.check_all_used(candidate.name for candidate in candidates)
+    pruned = {name for step in steps if isinstance(step, Job) for name in (step.candidate.name, step.candidate.path)}
+    if unused := sorted(flat_masks.keys() - pruned):
+        raise ValueError(
+            f"sparsify: masks holds {', '.join(unused)}, where no layer is made sparse; leave it out, or set it to None"
+        )
     return steps
+
+
+def _flat_masks(masks: Any) -> dict[str, Any]:
+    """Path -> mask; nested under "params", as variables are, or not."""
+    wrapped = isinstance(masks, Mapping) and set(masks) == {"params"} and isinstance(masks["params"], Mapping)
+    return flatten(masks["params"] if wrapped else masks, "masks")
 
 
 def _job(candidate: Candidate, rule: Rule, method: str, statistics: Mapping[str, Any], masks: Mapping[str, Any]) -> Job:
@@ -217,6 +228,9 @@ def _job(candidate: Candidate, rule: Rule, method: str, statistics: Mapping[str,
             raise ValueError(
                 f"sparsify: the mask of {candidate.name} has shape {np.shape(mask)}, expected {candidate.shape}"
             )
+        dtype = jnp.result_type(mask)
+        if dtype not in (jnp.bool_, jnp.uint8):
+            raise TypeError(f"sparsify: the mask of {candidate.name} has dtype {dtype}, expected bool (or uint8)")
         method = "mask"
     inputs = statistics.get(candidate.path)
     if inputs is not None and not isinstance(inputs, Statistics):

@@ -113,4 +113,16 @@ def densify_variables(tree: Mapping[str, Any]) -> dict[str, Any]:
             visit(params.setdefault(key, {}), child)
 
     visit(variables["params"], masks)
+    _check_all_dense(variables["params"])
     return variables
+
+
+def _check_all_dense(params: dict[str, Any], path: tuple[str, ...] = ()) -> None:
+    for key, child in params.items():
+        if isinstance(child, dict):
+            _check_all_dense(child, (*path, str(key)))
+        elif key == "values" and jnp.ndim(child) >= 5:  # windows, out_blocks, q, bk, bn
+            raise ValueError(
+                f"densify: {'/'.join(path)} holds packed values, but {MASK_COLLECTION} holds no mask for it; pass the "
+                "variables with both collections"
+            )
