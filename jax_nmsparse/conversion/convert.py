@@ -47,8 +47,8 @@ def sparsify(
       statistics: Path of a layer -> `pruning.Statistics`, as `pruning.calibrate` returns them; needed by "wanda" and
         "sparsegpt". Where they have x^T x, the report says the error of the layer's output.
       masks: Masks, bool or uint8, of the kernels' shapes from elsewhere (jaxpruner): nested like the parameters, or by
-        path; None where there is none. A layer that has one keeps what is True, whatever the method. A mask that keeps more
-        than its pattern raises; one that keeps less is fine.
+        path; None where there is none. A layer that has one keeps what is True, whatever the method. A mask that keeps
+        more than its pattern raises; one that keeps less is fine.
       donate: Delete the dense kernels, whoever else holds them.
       progress: Show a progress bar on standard error.
 
