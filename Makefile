@@ -81,7 +81,7 @@ dev: $(VENV)/installed ## build the native modules in place, for work on them (r
 
 wheel: $(VENV)/installed ## a manylinux wheel with both native modules
 	$(BIN)/python -m build --wheel --outdir build/wheel
-	$(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl
 
 gpu: ## on a machine with a GPU: build, GPU tests, compute-sanitizer, benchmarks
 	bash benchmarks/gpu.sh
