@@ -251,7 +251,7 @@ def _record(case: Case, w: nms.NMSparse, times: dict[str, float]) -> None:
 
 
 def device_name() -> str:
-    """The folder of recorded results: "nvidia-h200", "cpu-amd-epyc"."""
+    """The folder of recorded results: "nvidia-h200", "cpu-intel-r-xeon-r-processor"."""
     device = jax.devices()[0]
     name = device.device_kind
     if device.platform == "cpu":
