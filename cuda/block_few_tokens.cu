@@ -4,17 +4,13 @@
 #include <algorithm>
 #include <numeric>
 
-#include "cuda/block_launch.h"
 #include "cuda/block_mma.cuh"
 #include "cuda/kernels.h"
+#include "cuda/launch.h"
 
 namespace nmsparse::cuda {
 namespace {
 
-using block::Device;
-using block::IsEmpty;
-using block::kMaxGridYz;
-using block::kMaxSplits;
 using block::MmaConfig;
 using block::MmaPlan;
 
@@ -68,7 +64,7 @@ double Cost(const Geometry& geometry, const Device& device, const MmaPlan& plan)
   const int64_t token_tiles = CeilDiv(geometry.tokens, C::kTokens);
   const int64_t blocks = CeilDiv(geometry.out_features, columns) * plan.splits * token_tiles * geometry.batch;
   const int at_once =
-      block::BlocksAtOnce<C>(block::BlockMmaKernel<C>, device, C::kThreads, SharedLimit<C>(device), plan.splits);
+      BlocksAtOnce<C>(block::BlockMmaKernel<C>, device, C::kThreads, SharedLimit<C>(device), plan.splits);
   const double waves = static_cast<double>(CeilDiv(blocks, at_once));
   const double active = static_cast<double>(blocks) / waves;
   const double windows = static_cast<double>(CeilDiv(geometry.windows, plan.splits));
@@ -99,14 +95,13 @@ cudaError_t LaunchMma(const Problem& problem, const Device& device, cudaStream_t
     }
   }
   if (best.splits == 0) return cudaErrorNotSupported;
-  best.aligned_x = geometry.in_features % 8 == 0 && geometry.rows_per_window() % 8 == 0 &&
-                   reinterpret_cast<uintptr_t>(problem.x.data) % 16 == 0;
+  best.aligned_x = geometry.in_features % 8 == 0 && geometry.rows_per_window() % 8 == 0 && IsAligned(problem.x.data);
 
   const int64_t tiles = CeilDiv(geometry.out_features, best.column_warps * C::kWarpColumns);
   const dim3 grid(static_cast<unsigned>(tiles * best.splits),
                   static_cast<unsigned>(CeilDiv(geometry.tokens, C::kTokens)), static_cast<unsigned>(geometry.batch));
-  return block::LaunchInClusters(block::BlockMmaKernel<C>, grid, C::kThreads, SharedBytes<C>(best), best.splits, stream,
-                                 problem, best);
+  return LaunchInClusters(block::BlockMmaKernel<C>, grid, C::kThreads, SharedBytes<C>(best), best.splits, stream,
+                          problem, best);
 }
 
 // The fewest token tiles whose x tile still holds whole steps of windows.
@@ -141,7 +136,7 @@ cudaError_t BlockMmaSpmm(const Problem& problem, cudaStream_t stream) {
   if (problem.x.dtype != problem.values.dtype) return cudaErrorNotSupported;
   if (problem.geometry.batch > kMaxGridYz || problem.geometry.tokens > 8 * kMaxGridYz) return cudaErrorNotSupported;
   Device device;
-  const cudaError_t error = block::QueryDevice(&device);
+  const cudaError_t error = QueryDevice(&device);
   if (error != cudaSuccess) return error;
   if (problem.x.dtype == DType::kBF16) return LaunchMmaForBlock<__nv_bfloat16>(problem, device, stream);
   if (problem.x.dtype == DType::kF16) return LaunchMmaForBlock<__half>(problem, device, stream);

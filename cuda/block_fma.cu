@@ -4,6 +4,7 @@
 // (feature-major), although the shapes in problem.geometry are those of the row-major call.
 #include "cuda/block_fma.cuh"
 #include "cuda/kernels.h"
+#include "cuda/launch.h"
 
 namespace nmsparse::cuda {
 namespace block_fma {
@@ -12,13 +13,12 @@ namespace {
 // What the kernel can be asked for; every other problem is another kernel's.
 bool Supports(const Problem& problem) {
   const Geometry& g = problem.geometry;
-  const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
   const auto fits = [](int64_t v) { return v < (int64_t{1} << 31); };
   return problem.x.dtype == DType::kF32 && problem.values.dtype == DType::kF32 && problem.result.dtype == DType::kF32 &&
          g.window_units <= kMaskBits && g.bn % kWarpColumns == 0 && g.tokens % 4 == 0 && fits(g.tokens) &&
          fits(g.windows * g.rows_per_window()) && fits(g.windows * g.out_blocks * g.q * g.bk) &&
-         fits(g.out_blocks * g.bn) && fits(g.batch) && aligned(problem.x.data) && aligned(problem.values.data) &&
-         aligned(problem.result.data);
+         fits(g.out_blocks * g.bn) && fits(g.batch) && IsAligned(problem.x.data) && IsAligned(problem.values.data) &&
+         IsAligned(problem.result.data);
 }
 
 template <class C>
@@ -38,11 +38,7 @@ cudaError_t LaunchTiles(const Problem& problem, cudaStream_t stream) {
   a.token_group = 8;
   const int64_t tiles = g.batch * a.column_tiles * a.token_tiles;
   if (tiles > kMaxBlocks) return cudaErrorNotSupported;
-  const cudaError_t error =
-      cudaFuncSetAttribute(ManyTokensFma<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes);
-  if (error != cudaSuccess) return error;
-  ManyTokensFma<C><<<static_cast<unsigned>(tiles), kThreads, C::kSharedBytes, stream>>>(a);
-  return cudaGetLastError();
+  return LaunchInClusters(ManyTokensFma<C>, static_cast<unsigned>(tiles), kThreads, C::kSharedBytes, 1, stream, a);
 }
 
 }  // namespace
@@ -52,7 +48,7 @@ cudaError_t BlockFmaSpmm(const Problem& problem, cudaStream_t stream) {
   using namespace block_fma;  // NOLINT(build/namespaces)
   const Geometry& g = problem.geometry;
   if (!Supports(problem)) return cudaErrorNotSupported;
-  if (g.batch == 0 || g.tokens == 0 || g.out_features == 0) return cudaSuccess;
+  if (IsEmpty(g)) return cudaSuccess;
   if (g.bn % 128 == 0) return LaunchTiles<Config<128, 128, 4>>(problem, stream);
   if (g.bn % 64 == 0) return LaunchTiles<Config<64, 256, 4>>(problem, stream);
   return LaunchTiles<Config<32, 512, 3>>(problem, stream);

@@ -8,12 +8,10 @@
 //   [batch, out_features, tokens] are contiguous along tokens.
 // Step. kDepth kept rows, counted over all windows. Rows that do not exist are zeros in both operands.
 // Ownership. A block of 128 threads owns kColumns columns x kTokens tokens, a thread 8 x 16 of them: columns 4 c ... +
-// 3
-//   and 16 more on, tokens 4 t ... + 3 and 32 more on, of its warp's 32 x 64; so a warp's reads are runs of 64 and 128
-//   bytes. Two blocks share a multiprocessor: one writes results or waits while the other multiplies.
+//   3 and 16 more on, tokens 4 t ... + 3 and 32 more on, of its warp's 32 x 64; so a warp's reads are runs of 64 and
+//   128 bytes. Two blocks share a multiprocessor: one writes results or waits while the other multiplies.
 // Shared memory (bytes): kStages x kDepth x 4 x (kColumns + kTokens), columns first; (kStages + 1) x kDepth x 8 places
-// of
-//   the kept rows in x and values, listed one step before they are copied, by one warp in turns.
+//   of the kept rows in x and values, listed one step before they are copied, by one warp in turns.
 // Synchronisation: cp.async groups of a step each; one barrier of the block a step.
 #ifndef JAX_NMSPARSE_CUDA_BLOCK_FMA_CUH_
 #define JAX_NMSPARSE_CUDA_BLOCK_FMA_CUH_

@@ -7,14 +7,14 @@
 
 #include "cuda/block_many_tokens.cuh"
 #include "cuda/kernels.h"
+#include "cuda/launch.h"
 
 namespace nmsparse::cuda {
 namespace block {
 namespace {
 
-constexpr int kMaxRows = 64;              // of a stage
-constexpr int kMaxWindows = 32;           // of a stage: one mask word per lane
-constexpr int kSharedBytes = 227 * 1024;  // that a block may use
+constexpr int kMaxRows = 64;     // of a stage
+constexpr int kMaxWindows = 32;  // of a stage: one mask word per lane
 
 int RoundUp(int64_t v, int to) { return static_cast<int>(CeilDiv(v, to) * to); }
 
@@ -23,14 +23,13 @@ bool Supports(const Problem& problem) {
   const Geometry& g = problem.geometry;
   const DType dtype = problem.values.dtype;
   const DType result = problem.result.dtype;
-  const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
   const auto fits = [](int64_t v) { return v < (int64_t{1} << 31); };
   return (dtype == DType::kBF16 || dtype == DType::kF16) && problem.x.dtype == dtype &&
          (result == DType::kBF16 || result == DType::kF16 || result == DType::kF32) && g.window_units <= kMaskBits &&
          g.bn % kChunk == 0 && (g.bk % kMaxRows == 0 || kMaxRows % g.bk == 0) && g.tokens % 8 == 0 &&
          g.in_features > 0 && fits(g.tokens) && fits((g.windows + kMaxWindows) * g.rows_per_window()) &&
-         fits(g.out_blocks * g.bn) && fits(g.batch) && aligned(problem.x.data) && aligned(problem.values.data) &&
-         aligned(problem.result.data);
+         fits(g.out_blocks * g.bn) && fits(g.batch) && IsAligned(problem.x.data) && IsAligned(problem.values.data) &&
+         IsAligned(problem.result.data);
 }
 
 // Cuts the reduction into stages of at most `max_rows` kept rows. Whole windows where they fit: as many as waste the
@@ -109,15 +108,12 @@ cudaError_t LaunchTiles(const Problem& problem, const Tuning& tuning, int multip
   a.output.result = problem.result;
   cudaError_t error = PlanStages<C>(g, tuning.max_rows, &a);
   if (error != cudaSuccess) return error;
-  a.slots = std::min<int>(C::kMaxSlots, (kSharedBytes - C::FixedBytes()) / C::StageBytes(a.rows));
+  a.slots = std::min<int>(C::kMaxSlots, (kHopperSharedBytes - C::FixedBytes()) / C::StageBytes(a.rows));
   if (!OrderTiles(g, C::kOut, C::kTokens, tuning.token_group, &a.order)) return cudaErrorNotSupported;
   error = EncodeMaps<C>(problem, &a);
   if (error != cudaSuccess) return error;
   const int bytes = a.slots * C::StageBytes(a.rows) + C::FixedBytes();
-  error = cudaFuncSetAttribute(ManyTokens<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error != cudaSuccess) return error;
-  ManyTokens<C><<<std::min(a.order.tiles, multiprocessors), C::kThreads, bytes, stream>>>(a);
-  return cudaGetLastError();
+  return LaunchInClusters(ManyTokens<C>, std::min(a.order.tiles, multiprocessors), C::kThreads, bytes, 1, stream, a);
 }
 
 struct Candidate {
@@ -170,19 +166,12 @@ cudaError_t LaunchFor(const Problem& problem, int multiprocessors, cudaStream_t 
 cudaError_t BlockWgmmaSpmm(const Problem& problem, cudaStream_t stream) {
   const Geometry& g = problem.geometry;
   if (!block::Supports(problem)) return cudaErrorNotSupported;
-  int device = 0, major = 0, minor = 0, multiprocessors = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  const auto read = [&](cudaDeviceAttr attribute, int* value) {
-    if (error == cudaSuccess) error = cudaDeviceGetAttribute(value, attribute, device);
-  };
-  read(cudaDevAttrComputeCapabilityMajor, &major);
-  read(cudaDevAttrComputeCapabilityMinor, &minor);
-  read(cudaDevAttrMultiProcessorCount, &multiprocessors);
+  Device device;
+  const cudaError_t error = QueryHopper(&device);
   if (error != cudaSuccess) return error;
-  if (major != 9 || minor != 0) return cudaErrorNotSupported;  // wgmma exists there alone
-  if (g.batch == 0 || g.tokens == 0 || g.out_features == 0) return cudaSuccess;
-  return problem.values.dtype == DType::kBF16 ? block::LaunchFor<__nv_bfloat16>(problem, multiprocessors, stream)
-                                              : block::LaunchFor<__half>(problem, multiprocessors, stream);
+  if (IsEmpty(g)) return cudaSuccess;
+  return problem.values.dtype == DType::kBF16 ? block::LaunchFor<__nv_bfloat16>(problem, device.multiprocessors, stream)
+                                              : block::LaunchFor<__half>(problem, device.multiprocessors, stream);
 }
 
 }  // namespace nmsparse::cuda

@@ -2,14 +2,13 @@
 // values of the same dtype, int8 or float8_e4m3fn; any block.
 #include <algorithm>
 
-#include "cuda/block_launch.h"
 #include "cuda/block_simt.cuh"
 #include "cuda/kernels.h"
+#include "cuda/launch.h"
 
 namespace nmsparse::cuda {
 namespace {
 
-using block::Device;
 using block::SimtConfig;
 using block::SimtPlan;
 
@@ -21,7 +20,7 @@ cudaError_t LaunchSimt(const Problem& problem, const Device& device, cudaStream_
   const Geometry& geometry = problem.geometry;
   const int64_t tiles = CeilDiv(geometry.out_features, C::kTileColumns);
   const int64_t token_tiles = CeilDiv(geometry.tokens, C::kTokens);
-  if (token_tiles > block::kMaxGridYz || geometry.batch > block::kMaxGridYz) return cudaErrorNotSupported;
+  if (token_tiles > kMaxGridYz || geometry.batch > kMaxGridYz) return cudaErrorNotSupported;
   const int64_t room =
       int64_t{kBlocksPerMultiprocessor} * device.multiprocessors / (tiles * token_tiles * geometry.batch);
   const int64_t most = std::min<int64_t>(device.max_splits(), std::max<int64_t>(1, geometry.windows));
@@ -35,8 +34,7 @@ cudaError_t LaunchSimt(const Problem& problem, const Device& device, cudaStream_
   if (shared > device.shared_bytes) return cudaErrorNotSupported;
   const dim3 grid(static_cast<unsigned>(tiles * plan.splits), static_cast<unsigned>(token_tiles),
                   static_cast<unsigned>(geometry.batch));
-  return block::LaunchInClusters(block::BlockSimtKernel<C>, grid, C::kThreads, shared, plan.splits, stream, problem,
-                                 plan);
+  return LaunchInClusters(block::BlockSimtKernel<C>, grid, C::kThreads, shared, plan.splits, stream, problem, plan);
 }
 
 // Tokens per pass: as few as hold them all, and few enough for a window of x to fit.
@@ -73,12 +71,12 @@ cudaError_t LaunchForBlock(const Problem& problem, const Device& device, cudaStr
 }  // namespace
 
 cudaError_t BlockSimtSpmm(const Problem& problem, cudaStream_t stream) {
-  if (block::IsEmpty(problem.geometry)) return cudaSuccess;
+  if (IsEmpty(problem.geometry)) return cudaSuccess;
   const DType x = problem.x.dtype, values = problem.values.dtype;
   const bool float_x = x == DType::kF32 || x == DType::kBF16 || x == DType::kF16;
   if (!float_x) return cudaErrorNotSupported;
   Device device;
-  const cudaError_t error = block::QueryDevice(&device);
+  const cudaError_t error = QueryDevice(&device);
   if (error != cudaSuccess) return error;
   switch (values) {
     case DType::kS8:

@@ -2,14 +2,13 @@
 // (block_spmv.cuh). x: f32, bf16, f16; values: x's dtype, s8 or f8e4m3fn, 16 bytes of a row in one block.
 #include <algorithm>
 
-#include "cuda/block_launch.h"
 #include "cuda/block_spmv.cuh"
 #include "cuda/kernels.h"
+#include "cuda/launch.h"
 
 namespace nmsparse::cuda {
 namespace {
 
-using block::Device;
 using block::SpmvConfig;
 using block::SpmvPlan;
 
@@ -49,14 +48,14 @@ cudaError_t Launch(const Problem& problem, const Device& device, cudaStream_t st
   if (shared > device.shared_bytes) return cudaErrorNotSupported;
   const dim3 grid(static_cast<unsigned>(CeilDiv(geometry.out_features, plan.columns)), 1,
                   static_cast<unsigned>(geometry.batch));
-  return block::LaunchInClusters(block::BlockSpmvKernel<C>, grid, C::kThreads, shared, 1, stream, problem, plan);
+  return LaunchInClusters(block::BlockSpmvKernel<C>, grid, C::kThreads, shared, 1, stream, problem, plan);
 }
 
 template <class Value>
 cudaError_t LaunchTokens(const Problem& problem, const Device& device, cudaStream_t stream) {
   const Geometry& geometry = problem.geometry;
   if (geometry.bn % (16 / sizeof(Value)) != 0) return cudaErrorNotSupported;
-  if (block::IsEmpty(geometry)) return cudaSuccess;
+  if (IsEmpty(geometry)) return cudaSuccess;
   constexpr int kThreads =
       sizeof(Value) == 1 ? 256 : 512;  // partial sums of 16 columns and 4 tokens take the shared memory
   if (geometry.tokens > 2) return Launch<SpmvConfig<Value, 4, 4, kThreads>>(problem, device, stream);
@@ -69,12 +68,12 @@ cudaError_t LaunchTokens(const Problem& problem, const Device& device, cudaStrea
 
 cudaError_t BlockSpmv(const Problem& problem, cudaStream_t stream) {
   const Geometry& geometry = problem.geometry;
-  if (geometry.window_units != kMaskBits || geometry.tokens > kMaxTokens || geometry.batch > block::kMaxGridYz ||
-      geometry.rows_per_window() > kMaxRows || reinterpret_cast<uintptr_t>(problem.values.data) % 16 != 0) {
+  if (geometry.window_units != kMaskBits || geometry.tokens > kMaxTokens || geometry.batch > kMaxGridYz ||
+      geometry.rows_per_window() > kMaxRows || !IsAligned(problem.values.data)) {
     return cudaErrorNotSupported;
   }
   Device device;
-  const cudaError_t error = block::QueryDevice(&device);
+  const cudaError_t error = QueryDevice(&device);
   if (error != cudaSuccess) return error;
   const DType x = problem.x.dtype, values = problem.values.dtype;
   if (x != DType::kF32 && x != DType::kBF16 && x != DType::kF16) return cudaErrorNotSupported;

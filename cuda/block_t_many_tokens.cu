@@ -5,32 +5,25 @@
 // although the shapes in problem.geometry are those of the row-major call.
 #include <algorithm>
 
-#include "cuda/block_launch.h"
 #include "cuda/block_t_many_tokens.cuh"
 #include "cuda/block_t_units.cuh"
 #include "cuda/kernels.h"
+#include "cuda/launch.h"
 #include "cuda/spmm_t_expand.cuh"
 
 namespace nmsparse::cuda {
 namespace {
 
-constexpr int kSharedBytes = 227 * 1024;  // that a block may use
-
 // What all kernels ask; every other problem is another kernel's.
 bool Supports(const Problem& problem) {
   const Geometry& g = problem.geometry;
   const DType dtype = problem.g.dtype, result = problem.result.dtype;
-  const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
   const auto fits = [](int64_t v) { return v < (int64_t{1} << 31); };
   return (dtype == DType::kBF16 || dtype == DType::kF16) && problem.values.dtype == dtype &&
          (result == DType::kBF16 || result == DType::kF16 || result == DType::kF32) && g.window_units <= kMaskBits &&
          g.tokens % 8 == 0 && g.tokens > 0 && fits(g.tokens) && fits(g.windows * g.rows_per_window()) &&
-         fits(g.out_blocks * g.bn) && fits(g.batch) && aligned(problem.g.data) && aligned(problem.values.data) &&
-         aligned(problem.result.data);
-}
-
-CUtensorMapDataType MapType(const Operand& operand) {
-  return operand.dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+         fits(g.out_blocks * g.bn) && fits(g.batch) && IsAligned(problem.g.data) && IsAligned(problem.values.data) &&
+         IsAligned(problem.result.data);
 }
 
 constexpr uint64_t kBytes = 2;  // of an element
@@ -38,14 +31,7 @@ constexpr uint64_t kBytes = 2;  // of an element
 // Boxes of 64 columns of g, 64 tokens.
 cudaError_t EncodeTokens(const Problem& problem, CUtensorMap* map) {
   const Geometry& g = problem.geometry;
-  const uint64_t row = g.tokens * kBytes;
-  return EncodeTensorMap({MapType(problem.g),
-                          problem.g.data,
-                          3,
-                          {uint64_t(g.tokens), uint64_t(g.out_features), uint64_t(g.batch)},
-                          {row, row * g.out_features},
-                          {kChunk, kChunk, 1}},
-                         map);
+  return EncodeTensorMap(TokensMap(problem.g.data, problem.g.dtype, g, g.out_features, kChunk), map);
 }
 
 template <class C>
@@ -57,7 +43,7 @@ cudaError_t LaunchVectors(const Problem& problem, int multiprocessors, cudaStrea
   a.mask = problem.mask;
   a.result = problem.result;
   a.chunks = g.bn / kChunk;
-  a.slots = std::min(kMaxSlots, (kSharedBytes - C::kFixedBytes) / C::kStageBytes);
+  a.slots = std::min(kMaxSlots, (kHopperSharedBytes - C::kFixedBytes) / C::kStageBytes);
   a.token_tiles = static_cast<int32_t>(CeilDiv(g.tokens, kTokens));
   a.window_tiles = static_cast<int32_t>(CeilDiv(g.windows, kWindows));
   const int64_t tiles = g.batch * a.token_tiles * a.window_tiles;
@@ -66,7 +52,7 @@ cudaError_t LaunchVectors(const Problem& problem, int multiprocessors, cudaStrea
   const uint64_t line = g.bn * kBytes, list = g.q * line, window = list * g.out_blocks;
   // Windows before ranks: a box lies in shared memory rank by rank.
   const TensorMapSpec values{
-      MapType(problem.values),
+      MapType(problem.values.dtype),
       problem.values.data,
       5,
       {uint64_t(g.bn), uint64_t(g.windows), uint64_t(g.q), uint64_t(g.out_blocks), uint64_t(g.batch)},
@@ -76,10 +62,7 @@ cudaError_t LaunchVectors(const Problem& problem, int multiprocessors, cudaStrea
   if (error == cudaSuccess) error = EncodeTokens(problem, &a.g);
   if (error != cudaSuccess) return error;
   const int bytes = a.slots * C::kStageBytes + C::kFixedBytes;
-  error = cudaFuncSetAttribute(ManyTokensT<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error != cudaSuccess) return error;
-  ManyTokensT<C><<<std::min(a.tiles, multiprocessors), kThreads, bytes, stream>>>(a);
-  return cudaGetLastError();
+  return LaunchInClusters(ManyTokensT<C>, std::min(a.tiles, multiprocessors), kThreads, bytes, 1, stream, a);
 }
 
 template <class C>
@@ -91,7 +74,7 @@ cudaError_t LaunchUnits(const Problem& problem, int multiprocessors, cudaStream_
   a.mask = problem.mask;
   a.result = problem.result;
   a.chunks = g.bn / kChunk;
-  a.slots = std::min(kMaxSlots, (kSharedBytes - C::kFixedBytes) / C::kStageBytes);
+  a.slots = std::min(kMaxSlots, (kHopperSharedBytes - C::kFixedBytes) / C::kStageBytes);
   a.token_tiles = static_cast<int32_t>(CeilDiv(g.tokens, C::kTokens));
   a.row_tiles = static_cast<int32_t>(CeilDiv(g.in_features, C::kRows));
   const int64_t tiles = g.batch * a.token_tiles * a.row_tiles;
@@ -99,7 +82,7 @@ cudaError_t LaunchUnits(const Problem& problem, int multiprocessors, cudaStream_
   a.tiles = static_cast<int32_t>(tiles);
   const uint64_t line = g.bn * kBytes, list = uint64_t(g.q) * g.bk * line, window = list * g.out_blocks;
   const TensorMapSpec values{
-      MapType(problem.values),
+      MapType(problem.values.dtype),
       problem.values.data,
       5,
       {uint64_t(g.bn), uint64_t(g.q) * g.bk, uint64_t(g.out_blocks), uint64_t(g.windows), uint64_t(g.batch)},
@@ -109,10 +92,7 @@ cudaError_t LaunchUnits(const Problem& problem, int multiprocessors, cudaStream_
   if (error == cudaSuccess) error = EncodeTokens(problem, &a.g);
   if (error != cudaSuccess) return error;
   const int bytes = a.slots * C::kStageBytes + C::kFixedBytes;
-  error = cudaFuncSetAttribute(ManyTokensUnits<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error != cudaSuccess) return error;
-  ManyTokensUnits<C><<<std::min(a.tiles, multiprocessors), kThreads, bytes, stream>>>(a);
-  return cudaGetLastError();
+  return LaunchInClusters(ManyTokensUnits<C>, std::min(a.tiles, multiprocessors), kThreads, bytes, 1, stream, a);
 }
 
 template <template <class> class Weights, class T>
@@ -130,7 +110,7 @@ cudaError_t LaunchExpanded(const Problem& problem, int multiprocessors, cudaStre
   constexpr int kSwizzle = 1024;  // bytes that stages start at multiples of
   a.stage_bytes =
       kTokenChunks * kChunkBytes + static_cast<int>(CeilDiv(Weights<T>::StageBytes(g), kSwizzle)) * kSwizzle;
-  a.slots = std::min(kMaxSlots, (kSharedBytes - kFixedBytes) / a.stage_bytes);
+  a.slots = std::min(kMaxSlots, (kHopperSharedBytes - kFixedBytes) / a.stage_bytes);
   a.token_tiles = static_cast<int32_t>(CeilDiv(g.tokens, kTokens));
   a.window_tiles = static_cast<int32_t>(CeilDiv(g.windows, kWindows));
   const int64_t tiles = g.batch * a.token_tiles * a.window_tiles;
@@ -140,7 +120,7 @@ cudaError_t LaunchExpanded(const Problem& problem, int multiprocessors, cudaStre
   if (error == cudaSuccess && g.bn > 1) {
     const uint64_t line = g.bn * kBytes, list = g.q * line, window = list * g.out_blocks;
     const TensorMapSpec values{
-        MapType(problem.values),
+        MapType(problem.values.dtype),
         problem.values.data,
         5,
         {uint64_t(g.bn), uint64_t(g.q), uint64_t(g.out_blocks), uint64_t(g.windows), uint64_t(g.batch)},
@@ -150,10 +130,8 @@ cudaError_t LaunchExpanded(const Problem& problem, int multiprocessors, cudaStre
   }
   if (error != cudaSuccess) return error;
   const int bytes = a.slots * a.stage_bytes + kFixedBytes;
-  error = cudaFuncSetAttribute(ManyTokensExpanded<Weights, T>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error != cudaSuccess) return error;
-  ManyTokensExpanded<Weights, T><<<std::min(a.tiles, multiprocessors), kThreads, bytes, stream>>>(a);
-  return cudaGetLastError();
+  return LaunchInClusters(ManyTokensExpanded<Weights, T>, std::min(a.tiles, multiprocessors), kThreads, bytes, 1,
+                          stream, a);
 }
 
 template <class T>
@@ -175,10 +153,9 @@ using LaunchFor = cudaError_t (*)(const Problem&, int, cudaStream_t);
 
 cudaError_t LaunchOnHopper(const Problem& problem, LaunchFor bf16, LaunchFor f16, cudaStream_t stream) {
   const Geometry& g = problem.geometry;
-  block::Device device;
-  const cudaError_t error = block::QueryDevice(&device);
+  Device device;
+  const cudaError_t error = QueryHopper(&device);
   if (error != cudaSuccess) return error;
-  if (device.major != 9) return cudaErrorNotSupported;  // wgmma exists there alone
   if (g.batch == 0 || g.in_features == 0 || g.out_blocks == 0) return cudaSuccess;
   return (problem.g.dtype == DType::kBF16 ? bf16 : f16)(problem, device.multiprocessors, stream);
 }
@@ -194,8 +171,8 @@ cudaError_t BlockWgmmaSpmmT(const Problem& problem, cudaStream_t stream) {
 cudaError_t EwWgmmaSpmmT(const Problem& problem, cudaStream_t stream) {
   const Geometry& g = problem.geometry;
   // Values and mask words of a window start at multiples of 16 bytes where out_features is a multiple of 8.
-  const bool elements = g.bk == 1 && g.bn == 1 && g.window_units == kMaskBits && g.out_features % 8 == 0 &&
-                        reinterpret_cast<uintptr_t>(problem.mask) % 16 == 0;
+  const bool elements =
+      g.bk == 1 && g.bn == 1 && g.window_units == kMaskBits && g.out_features % 8 == 0 && IsAligned(problem.mask);
   if (!Supports(problem) || !elements) return cudaErrorNotSupported;
   return LaunchOnHopper(problem, LaunchElements<__nv_bfloat16>, LaunchElements<__half>, stream);
 }

@@ -7,26 +7,24 @@
 // are added to float32 sums of all rows of the windows, in shared memory, at the rows that the mask names.
 //
 // Lines. A product takes the kept rows of eight windows of one column block: line 8 r + w is the r-th kept row of
-// window
-//   w, which is how one box of the copy engine brings them. So, by the layout of wgmma's accumulators, lane l of a warp
-//   gets rows of the windows 2 (l % 4) and 2 (l % 4) + 1 and of no other, for the tokens l / 4 and l / 4 + 8 of its
-//   warp's 16: sums belong to one lane each. They need no synchronisation, and lane l keeps its own in bank pair l.
+//   window w, which is how one box of the copy engine brings them. So, by the layout of wgmma's accumulators, lane l of
+//   a warp gets rows of the windows 2 (l % 4) and 2 (l % 4) + 1 and of no other, for the tokens l / 4 and l / 4 + 8 of
+//   its warp's 16: sums belong to one lane each. They need no synchronisation, and lane l keeps its own in bank pair l.
 // Layouts. values [batch, windows, out_blocks, q, 1, bn]; g [batch, out_features, tokens] and dx [batch, in_features,
 //   tokens] are contiguous along tokens. g is MN-major, values are K-major: nothing is transposed.
 // Stage. 64 columns of one column block: 64 lines of g per 64 tokens, kLines lines of values. The last stage of a
-// column
-//   block also holds the list of its kept rows, a byte each.
+//   column block also holds the list of its kept rows, a byte each.
 // Ownership. A block (one per multiprocessor, persistent) owns 128 tokens and eight windows at a time, each of its two
 //   consumer warpgroups 64 tokens. Producer warp 0 copies, the others list.
 // Shared memory (bytes): 131072 sums, [warp][window parity][unit][lane][2] float32; ring of slots x (16384 + 128
-// kLines),
-//   g first; 8 x kLines lists; 2 x 8 x 8 barriers.
+//   kLines), g first; 8 x kLines lists; 2 x 8 x 8 barriers.
 // Synchronisation. full[slot]: bytes have landed, and every list warp has seen the slot empty, the one of its column
 //   block after writing the list. empty[slot]: the eight consumer warps are done.
 //   A column block's sums are updated while the products of the next run, in the other half of the accumulators.
 #ifndef JAX_NMSPARSE_CUDA_BLOCK_T_MANY_TOKENS_CUH_
 #define JAX_NMSPARSE_CUDA_BLOCK_T_MANY_TOKENS_CUH_
 
+#include "cuda/feature_rows.cuh"
 #include "cuda/kept_units.cuh"
 #include "cuda/tma.cuh"
 #include "cuda/wgmma.cuh"
@@ -69,15 +67,10 @@ struct Arguments {
   int32_t tiles;
 };
 
-struct Tile {
-  int32_t batch, token, window;  // first token and window
-};
+using Tile = WindowTile;
 
-// Tiles of the same tokens follow each other, so that their g is read from the L2 cache.
 __device__ __forceinline__ Tile TileAt(const Arguments& a, int32_t index) {
-  const int32_t in_batch = index % (a.token_tiles * a.window_tiles);
-  return {index / (a.token_tiles * a.window_tiles), in_batch / a.window_tiles * kTokens,
-          in_batch % a.window_tiles * kWindows};
+  return WindowTileAt<kTokens, kWindows>(index, a.token_tiles, a.window_tiles);
 }
 
 template <class C>

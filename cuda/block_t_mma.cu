@@ -2,14 +2,13 @@
 // values of one dtype, units of one row, windows of 32 units, bn a multiple of 64, at most 16 kept rows per window.
 #include <algorithm>
 
-#include "cuda/block_launch.h"
 #include "cuda/block_t_mma.cuh"
 #include "cuda/kernels.h"
+#include "cuda/launch.h"
 
 namespace nmsparse::cuda {
 namespace {
 
-using block::Device;
 using block::TransposedMmaConfig;
 using block::TransposedMmaPlan;
 
@@ -29,21 +28,21 @@ cudaError_t LaunchTransposedMma(const Problem& problem, const Device& device, cu
   if (shared > device.shared_bytes || (C::kTokenTiles > 1 && plan.windows_each * geometry.q <= C::kRows / 2)) {
     return cudaErrorNotSupported;
   }
-  plan.aligned_g = geometry.out_features % 8 == 0 && reinterpret_cast<uintptr_t>(problem.g.data) % 16 == 0;
+  plan.aligned_g = geometry.out_features % 8 == 0 && IsAligned(problem.g.data);
   const int64_t groups = CeilDiv(geometry.windows, C::kWarps * plan.windows_each);
   const int64_t token_tiles = CeilDiv(geometry.tokens, C::kTokens);
   const int64_t most = std::min<int64_t>(device.max_splits(), std::max<int64_t>(1, geometry.out_blocks));
   double best = 0;
   for (int splits = 1; splits <= most; ++splits) {
-    const int at_once = block::BlocksAtOnce<C>(block::BlockTransposedMmaKernel<C>, device, C::kThreads, shared, splits);
+    const int at_once = BlocksAtOnce<C>(block::BlockTransposedMmaKernel<C>, device, C::kThreads, shared, splits);
     const double cost =
         static_cast<double>(CeilDiv(groups * splits * token_tiles * geometry.batch, at_once)) / splits + 0.01 * splits;
     if (plan.splits == 0 || cost < best) best = cost, plan.splits = splits;
   }
   const dim3 grid(static_cast<unsigned>(groups * plan.splits), static_cast<unsigned>(token_tiles),
                   static_cast<unsigned>(geometry.batch));
-  return block::LaunchInClusters(block::BlockTransposedMmaKernel<C>, grid, C::kThreads, shared, plan.splits, stream,
-                                 problem, plan);
+  return LaunchInClusters(block::BlockTransposedMmaKernel<C>, grid, C::kThreads, shared, plan.splits, stream, problem,
+                          plan);
 }
 
 template <class Value>
@@ -71,12 +70,11 @@ cudaError_t BlockMmaSpmmT(const Problem& problem, cudaStream_t stream) {
   const DType dtype = problem.g.dtype;
   if (dtype != problem.values.dtype || (dtype != DType::kBF16 && dtype != DType::kF16)) return cudaErrorNotSupported;
   if (geometry.bk != 1 || geometry.window_units != kMaskBits || geometry.bn % 64 != 0 || geometry.q > 16 ||
-      geometry.batch > block::kMaxGridYz || geometry.tokens > 8 * block::kMaxGridYz ||
-      reinterpret_cast<uintptr_t>(problem.values.data) % 16 != 0) {
+      geometry.batch > kMaxGridYz || geometry.tokens > 8 * kMaxGridYz || !IsAligned(problem.values.data)) {
     return cudaErrorNotSupported;
   }
   Device device;
-  const cudaError_t error = block::QueryDevice(&device);
+  const cudaError_t error = QueryDevice(&device);
   if (error != cudaSuccess) return error;
   if (dtype == DType::kBF16) return LaunchForTokens<__nv_bfloat16>(problem, device, stream);
   return LaunchForTokens<__half>(problem, device, stream);

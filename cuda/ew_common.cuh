@@ -7,11 +7,11 @@
 #include <iterator>
 
 #include "cuda/device.cuh"
+#include "cuda/launch.h"
 
 namespace nmsparse::cuda::ew {
 
 inline constexpr int kWindow = 32;               // rows of W per mask word
-inline constexpr int kMaxSplits = 8;             // the largest cluster that every device with clusters launches
 inline constexpr int64_t kMaxWindows = 1 << 24;  // row numbers stay far inside int32
 
 __device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
@@ -179,52 +179,11 @@ __device__ __forceinline__ void StoreFragments(const Problem& problem,
   StorePartials<C>(problem, partial, first_column, batch);
 }
 
-struct Device {
-  int multiprocessors = 0, shared_bytes = 0, major = 0;
-};
-
 // Whether the operands start where 16-byte accesses may. XLA aligns every buffer to more than that; rows inside them
 // may start anywhere.
 inline bool Aligned(const Problem& problem) {
   const void* const starts[] = {problem.x.data, problem.values.data, problem.mask, problem.result.data};
-  return std::all_of(std::begin(starts), std::end(starts),
-                     [](const void* start) { return reinterpret_cast<uintptr_t>(start) % 16 == 0; });
-}
-
-inline cudaError_t QueryDevice(Device* device) {
-  int id = 0;
-  cudaError_t error = cudaGetDevice(&id);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&device->multiprocessors, cudaDevAttrMultiProcessorCount, id);
-  }
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&device->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, id);
-  }
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&device->major, cudaDevAttrComputeCapabilityMajor, id);
-  return error;
-}
-
-// Launches grid (x, splits, batch) in clusters of (1, splits, 1).
-template <class... Parameters, class... Arguments>
-cudaError_t LaunchSplit(void (*kernel)(Parameters...), dim3 grid, int threads, int64_t shared_bytes,
-                        cudaStream_t stream, Arguments... arguments) {
-  cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                           cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
-  if (error != cudaSuccess) return error;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = grid;
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-  config.stream = stream;
-  cudaLaunchAttribute cluster = {};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = 1;
-  cluster.val.clusterDim.y = grid.y;
-  cluster.val.clusterDim.z = 1;
-  config.attrs = &cluster;
-  config.numAttrs = grid.y > 1 ? 1 : 0;
-  error = cudaLaunchKernelEx(&config, kernel, arguments...);
-  return error != cudaSuccess ? error : cudaGetLastError();
+  return std::all_of(std::begin(starts), std::end(starts), IsAligned);
 }
 
 }  // namespace nmsparse::cuda::ew

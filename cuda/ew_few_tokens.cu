@@ -30,7 +30,7 @@ bool InDomain(const Geometry& geometry, int64_t max_tokens) {
 // least: the blocks that one multiprocessor runs share it, and each pays for the exchange of partial sums, which grows
 // with the cluster.
 template <class C>
-cudaError_t Launch(void (*kernel)(Problem, int32_t), const Problem& problem, const ew::Device& device,
+cudaError_t Launch(void (*kernel)(Problem, int32_t), const Problem& problem, const Device& device,
                    cudaStream_t stream) {
   const Geometry& geometry = problem.geometry;
   if (C::kSharedBytes > device.shared_bytes) return cudaErrorNotSupported;
@@ -38,7 +38,7 @@ cudaError_t Launch(void (*kernel)(Problem, int32_t), const Problem& problem, con
   const int64_t columns = CeilDiv(geometry.out_features, C::kColumns);
   int64_t best = 1;
   double best_cost = 0;
-  for (int64_t splits = 1; splits <= (device.major >= 9 ? ew::kMaxSplits : 1) && splits <= groups; splits *= 2) {
+  for (int64_t splits = 1; splits <= device.max_splits() && splits <= groups; splits *= 2) {
     const int64_t blocks = CeilDiv(columns * geometry.batch * splits, device.multiprocessors);
     const double crowd = std::max(1.0, C::kCrowding * static_cast<double>(blocks));
     const double exchange = splits == 1 ? 1.0 : 3.0 + static_cast<double>(splits * C::kTokens) / 32;
@@ -47,11 +47,12 @@ cudaError_t Launch(void (*kernel)(Problem, int32_t), const Problem& problem, con
   }
   const int64_t share = CeilDiv(groups, best) * ew::kGroupWindows;
   const dim3 grid(static_cast<unsigned>(columns), static_cast<unsigned>(best), static_cast<unsigned>(geometry.batch));
-  return ew::LaunchSplit(kernel, grid, C::kThreads, C::kSharedBytes, stream, problem, static_cast<int32_t>(share));
+  return LaunchInClusters(kernel, grid, C::kThreads, C::kSharedBytes, dim3(1, grid.y), stream, problem,
+                          static_cast<int32_t>(share));
 }
 
 template <class X, class Value, int kQ>
-cudaError_t Expand(const Problem& problem, const ew::Device& device, cudaStream_t stream) {
+cudaError_t Expand(const Problem& problem, const Device& device, cudaStream_t stream) {
   const int64_t tokens = problem.geometry.tokens;
   if (tokens <= 8) {
     using C = ExpandConfig<X, Value, kQ, 8, 4, 5>;
@@ -66,7 +67,7 @@ cudaError_t Expand(const Problem& problem, const ew::Device& device, cudaStream_
 }
 
 template <class X, class Value>
-cudaError_t ExpandQ(const Problem& problem, const ew::Device& device, cudaStream_t stream) {
+cudaError_t ExpandQ(const Problem& problem, const Device& device, cudaStream_t stream) {
   const int32_t q = problem.geometry.q;
   if (q == 8) return Expand<X, Value, 8>(problem, device, stream);
   if (q == 16) return Expand<X, Value, 16>(problem, device, stream);
@@ -84,7 +85,7 @@ cudaError_t ExpandQ(const Problem& problem, const ew::Device& device, cudaStream
 }
 
 template <class X>
-cudaError_t ExpandValues(const Problem& problem, const ew::Device& device, cudaStream_t stream) {
+cudaError_t ExpandValues(const Problem& problem, const Device& device, cudaStream_t stream) {
   if (problem.values.dtype == problem.x.dtype) return ExpandQ<X, X>(problem, device, stream);
   if (problem.values.dtype == DType::kS8) return ExpandQ<X, int8_t>(problem, device, stream);
   if (problem.values.dtype == DType::kF8E4M3FN) return ExpandQ<X, E4M3>(problem, device, stream);
@@ -92,13 +93,13 @@ cudaError_t ExpandValues(const Problem& problem, const ew::Device& device, cudaS
 }
 
 template <class X, int kTokens, int kWarps, int kStages, int kMinBlocks>
-cudaError_t Sparse24Tile(const Problem& problem, const ew::Device& device, cudaStream_t stream) {
+cudaError_t Sparse24Tile(const Problem& problem, const Device& device, cudaStream_t stream) {
   using C = Sparse24Config<X, kTokens, kWarps, kStages, kMinBlocks>;
   return Launch<C>(ew::Sparse24Kernel<C>, problem, device, stream);
 }
 
 template <class X>
-cudaError_t Sparse24(const Problem& problem, const ew::Device& device, cudaStream_t stream) {
+cudaError_t Sparse24(const Problem& problem, const Device& device, cudaStream_t stream) {
   const Geometry& geometry = problem.geometry;
   const int64_t tokens = geometry.tokens;
   if (tokens > 32) return Sparse24Tile<X, 64, 8, 2, 1>(problem, device, stream);
@@ -117,8 +118,8 @@ cudaError_t Sparse24(const Problem& problem, const ew::Device& device, cudaStrea
 
 cudaError_t EwFewTokens(const Problem& problem, cudaStream_t stream) {
   if (!InDomain(problem.geometry, kMaxExpandTokens) || !ew::Aligned(problem)) return cudaErrorNotSupported;
-  ew::Device device;
-  if (const cudaError_t error = ew::QueryDevice(&device); error != cudaSuccess) return error;
+  Device device;
+  if (const cudaError_t error = QueryDevice(&device); error != cudaSuccess) return error;
   if (problem.x.dtype == DType::kBF16) return ExpandValues<__nv_bfloat16>(problem, device, stream);
   if (problem.x.dtype == DType::kF16) return ExpandValues<__half>(problem, device, stream);
   return cudaErrorNotSupported;
@@ -129,8 +130,8 @@ cudaError_t EwSparse24(const Problem& problem, cudaStream_t stream) {
       problem.values.dtype != problem.x.dtype) {
     return cudaErrorNotSupported;
   }
-  ew::Device device;
-  if (const cudaError_t error = ew::QueryDevice(&device); error != cudaSuccess) return error;
+  Device device;
+  if (const cudaError_t error = QueryDevice(&device); error != cudaSuccess) return error;
   if (problem.x.dtype == DType::kBF16) return Sparse24<__nv_bfloat16>(problem, device, stream);
   if (problem.x.dtype == DType::kF16) return Sparse24<__half>(problem, device, stream);
   return cudaErrorNotSupported;

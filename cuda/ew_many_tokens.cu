@@ -6,13 +6,13 @@
 
 #include "cuda/ew_many_tokens.cuh"
 #include "cuda/kernels.h"
+#include "cuda/launch.h"
 
 namespace nmsparse::cuda {
 namespace ew {
 namespace {
 
-constexpr int kSharedBytes = 227 * 1024;  // that a block may use
-constexpr int kTokenGroup = 8;            // token tiles that walk the columns together
+constexpr int kTokenGroup = 8;  // token tiles that walk the columns together
 constexpr int kWindowRows = 32;
 
 // What both forms can be asked for; every other problem is another kernel's.
@@ -20,13 +20,12 @@ bool Supports(const Problem& problem) {
   const Geometry& g = problem.geometry;
   const DType dtype = problem.values.dtype;
   const DType result = problem.result.dtype;
-  const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
   const auto fits = [](int64_t v) { return v < (int64_t{1} << 30); };
   return (dtype == DType::kBF16 || dtype == DType::kF16) && problem.x.dtype == dtype &&
          (result == DType::kBF16 || result == DType::kF16 || result == DType::kF32) && g.bk == 1 && g.bn == 1 &&
          g.window_units == kWindowRows && g.tokens % 8 == 0 && g.in_features > 0 && fits(g.tokens) &&
-         fits(g.batch * g.windows * kWindowRows) && fits(g.out_features) && aligned(problem.x.data) &&
-         aligned(problem.values.data) && aligned(problem.result.data);
+         fits(g.batch * g.windows * kWindowRows) && fits(g.out_features) && IsAligned(problem.x.data) &&
+         IsAligned(problem.values.data) && IsAligned(problem.result.data);
 }
 
 TensorMapSpec ValuesMap(const Problem& problem, int out, int windows) {
@@ -63,7 +62,7 @@ cudaError_t LaunchTiles(const Problem& problem, int multiprocessors, cudaStream_
   a.output.epilogue = problem.epilogue;
   a.output.result = problem.result;
   a.steps = static_cast<int32_t>(CeilDiv(g.windows, C::kWindows));
-  a.slots = std::min<int>(C::kMaxSlots, (kSharedBytes - C::kFixedBytes) / C::StageBytes(g.q));
+  a.slots = std::min<int>(C::kMaxSlots, (kHopperSharedBytes - C::kFixedBytes) / C::StageBytes(g.q));
   if (!OrderTiles(g, C::kClusterOut, C::kTokens, kTokenGroup, &a.order)) return cudaErrorNotSupported;
   cudaError_t error = cudaSuccess;
   if (C::kForm == Form::kSparse24) {
@@ -80,36 +79,19 @@ cudaError_t LaunchTiles(const Problem& problem, int multiprocessors, cudaStream_
   }
   if (error != cudaSuccess) return error;
   const int bytes = a.slots * C::StageBytes(g.q) + C::kFixedBytes;
-  error = cudaFuncSetAttribute(ManyTokens<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error != cudaSuccess) return error;
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {C::kCluster, 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = C::kCluster * std::min(a.order.tiles, multiprocessors / C::kCluster);
-  config.blockDim = C::kThreads;
-  config.dynamicSmemBytes = bytes;
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, ManyTokens<C>, a);
+  const int clusters = std::min(a.order.tiles, multiprocessors / C::kCluster);
+  return LaunchInClusters(ManyTokens<C>, C::kCluster * clusters, C::kThreads, bytes, C::kCluster, stream, a);
 }
 
 // The wide tile unless twice as many narrow ones fill the multiprocessors so much better that they end earlier.
 template <class T, Form kForm>
 cudaError_t LaunchForm(const Problem& problem, cudaStream_t stream) {
   const Geometry& g = problem.geometry;
-  int device = 0, major = 0, minor = 0, multiprocessors = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  const auto read = [&](cudaDeviceAttr attribute, int* value) {
-    if (error == cudaSuccess) error = cudaDeviceGetAttribute(value, attribute, device);
-  };
-  read(cudaDevAttrComputeCapabilityMajor, &major);
-  read(cudaDevAttrComputeCapabilityMinor, &minor);
-  read(cudaDevAttrMultiProcessorCount, &multiprocessors);
+  Device device;
+  const cudaError_t error = QueryHopper(&device);
   if (error != cudaSuccess) return error;
-  if (major != 9 || minor != 0) return cudaErrorNotSupported;  // wgmma exists there alone
-  if (g.batch == 0 || g.tokens == 0 || g.out_features == 0) return cudaSuccess;
+  if (IsEmpty(g)) return cudaSuccess;
+  const int multiprocessors = device.multiprocessors;
   const auto rounds = [&](int tokens) {
     return CeilDiv(g.batch * CeilDiv(g.out_features, 256) * CeilDiv(g.tokens, tokens), multiprocessors / 2);
   };

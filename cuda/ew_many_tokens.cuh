@@ -19,9 +19,8 @@
 // tokens]
 //   and y [batch, out_features, tokens]; contiguous along the last axis.
 // Ownership. A block (one per multiprocessor, persistent) owns a tile of 128 columns x kTokens tokens at a time; each
-// of
-//   two consumer warpgroups 64 columns of it, in registers. A stage is two windows. One thread of the third warpgroup
-//   copies values and x. Mask words go from global memory to the registers that need them, two stages ahead.
+//   of two consumer warpgroups 64 columns of it, in registers. A stage is two windows. One thread of the third
+//   warpgroup copies values and x. Mask words go from global memory to the registers that need them, two stages ahead.
 // Shared memory (bytes): ring of slots, in each kWindows x 128 columns x 2 q of values (and up to 1 KiB of zeros, so
 //   that reads past a column stay inside), then kTokens / 64 x 64 lines x 128 of x; results on their way out
 //   (feature_major.cuh), 2 x kBuffers x 8192; barriers, 2 x 8 a slot.

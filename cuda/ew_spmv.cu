@@ -17,7 +17,7 @@ inline constexpr int64_t kMaxTokens = 4;
 inline constexpr int64_t kRowBudget = 64 << 10;  // bytes of x per block: three blocks of 8 warps share a multiprocessor
 
 template <class C>
-cudaError_t Launch(const Problem& problem, const ew::Device& device, int64_t splits, cudaStream_t stream) {
+cudaError_t Launch(const Problem& problem, const Device& device, int64_t splits, cudaStream_t stream) {
   const Geometry& geometry = problem.geometry;
   constexpr int64_t kStep = C::kWarps * C::kUnroll;  // windows that a block takes at once
   splits = std::min(splits, CeilDiv(geometry.windows, kStep));
@@ -29,8 +29,8 @@ cudaError_t Launch(const Problem& problem, const ew::Device& device, int64_t spl
   if (C::SharedBytes(plan.chunk_windows) > device.shared_bytes) return cudaErrorNotSupported;
   const dim3 grid(static_cast<unsigned>(CeilDiv(geometry.out_features, C::kColumns)), static_cast<unsigned>(splits),
                   static_cast<unsigned>(geometry.batch));
-  return ew::LaunchSplit(ew::SpmvKernel<C>, grid, kWarpSize * C::kWarps, C::SharedBytes(plan.chunk_windows), stream,
-                         problem, plan);
+  return LaunchInClusters(ew::SpmvKernel<C>, grid, kWarpSize * C::kWarps, C::SharedBytes(plan.chunk_windows),
+                          dim3(1, grid.y), stream, problem, plan);
 }
 
 // Windows that a warp takes at once, so that a lane asks for about 64 bytes.
@@ -41,9 +41,9 @@ constexpr int Unroll() {
 }
 
 template <class Value, class Acc, int kQ>
-cudaError_t LaunchTokens(const Problem& problem, const ew::Device& device, cudaStream_t stream) {
+cudaError_t LaunchTokens(const Problem& problem, const Device& device, cudaStream_t stream) {
   const Geometry& geometry = problem.geometry;
-  const int64_t most = device.major >= 9 ? ew::kMaxSplits : 1;
+  const int64_t most = device.max_splits();
   constexpr int kBytes = kQ * static_cast<int>(sizeof(Value));
   constexpr int kUnroll = Unroll<Value, kQ, 1>();
   int64_t splits = 1;
@@ -88,7 +88,7 @@ cudaError_t LaunchTokens(const Problem& problem, const ew::Device& device, cudaS
 }
 
 template <class Value, class Acc>
-cudaError_t LaunchQ(const Problem& problem, const ew::Device& device, cudaStream_t stream) {
+cudaError_t LaunchQ(const Problem& problem, const Device& device, cudaStream_t stream) {
   const int32_t q = problem.geometry.q;
   if (q == 4) return LaunchTokens<Value, Acc, 4>(problem, device, stream);
   if (q == 8) return LaunchTokens<Value, Acc, 8>(problem, device, stream);
@@ -113,8 +113,8 @@ cudaError_t EwSpmv(const Problem& problem, cudaStream_t stream) {
       CeilDiv(geometry.out_features, kWarpSize) > kMaxBlocks) {
     return cudaErrorNotSupported;
   }
-  ew::Device device;
-  if (const cudaError_t error = ew::QueryDevice(&device); error != cudaSuccess) return error;
+  Device device;
+  if (const cudaError_t error = QueryDevice(&device); error != cudaSuccess) return error;
   const DType x = problem.x.dtype;
   const bool integers = x == DType::kS8;
   if (x == DType::kF64 || x == DType::kS32 || integers != (integers && problem.values.dtype == DType::kS8)) {

@@ -58,6 +58,31 @@ __device__ __forceinline__ void MultiplyKept(typename C::Acc weight, const typen
   for (int token = 0; token < C::kTokens; ++token) sum[token] += weight * x[token * stride + row];
 }
 
+// The kept values of a lane's columns in one window times its rows: each column's from both ends of its mask word, in
+// two chains of additions.
+template <class C, class Columns, class Bits>
+__device__ __forceinline__ void MultiplyColumns(Columns& kept, const Bits& bits, const typename C::Acc* rows,
+                                                int64_t stride, typename C::Acc (&high)[C::kLaneColumns][C::kTokens],
+                                                typename C::Acc (&low)[C::kLaneColumns][C::kTokens]) {
+  using Acc = typename C::Acc;
+  kept.Prepare();
+#pragma unroll
+  for (int c = 0; c < C::kLaneColumns; ++c) {
+    uint32_t set = bits.words[c], reversed = __brev(set);
+#pragma unroll
+    for (int j = 0; j < (C::kQ + 1) / 2; ++j) {
+      const int top = HighestBit(set);
+      set ^= Bit(top);
+      MultiplyKept<C>(kept.template At<Acc>((c + 1) * C::kQ - 1 - j), rows, stride, top, high[c]);
+      if (j < C::kQ / 2) {
+        const int bottom = LeadingZeros(reversed);
+        reversed ^= BitFromTop(bottom);
+        MultiplyKept<C>(kept.template At<Acc>(c * C::kQ + j), rows, stride, bottom, low[c]);
+      }
+    }
+  }
+}
+
 template <class C>
 __global__ void __launch_bounds__(kWarpSize* C::kWarps, C::kQ > 0 && C::kWarps * C::kTokens <= 8 ? 4 : 1)
     SpmvKernel(const __grid_constant__ Problem problem, const SpmvPlan plan) {
@@ -127,22 +152,7 @@ __global__ void __launch_bounds__(kWarpSize* C::kWarps, C::kQ > 0 && C::kWarps *
         if (window + u * C::kWarps >= last) break;
         const Acc* rows = x + (window + u * C::kWarps - chunk) * kWindow;
         if constexpr (C::kQ > 0) {
-          kept[u].Prepare();
-#pragma unroll
-          for (int c = 0; c < C::kLaneColumns; ++c) {
-            uint32_t set = bits[u].words[c], reversed = __brev(set);
-#pragma unroll
-            for (int j = 0; j < (C::kQ + 1) / 2; ++j) {
-              const int top = HighestBit(set);
-              set ^= Bit(top);
-              MultiplyKept<C>(kept[u].template At<Acc>((c + 1) * C::kQ - 1 - j), rows, stride, top, high[c]);
-              if (j < C::kQ / 2) {
-                const int bottom = LeadingZeros(reversed);
-                reversed ^= BitFromTop(bottom);
-                MultiplyKept<C>(kept[u].template At<Acc>(c * C::kQ + j), rows, stride, bottom, low[c]);
-              }
-            }
-          }
+          MultiplyColumns<C>(kept[u], bits[u], rows, stride, high, low);
         } else {
           const Value* column_values = reinterpret_cast<const Value*>(kept_values[u]);
           uint32_t set = bits[u].words[0];

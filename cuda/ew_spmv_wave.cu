@@ -18,7 +18,7 @@ inline constexpr int64_t kMaxColumns = 512;       // of a block
 // The columns of a block that finish first: whole waves of one block per multiprocessor, and what a block costs besides
 // its columns (about a microsecond, in columns of this depth at 33 bytes per nanosecond).
 template <class C>
-int64_t ChooseColumns(const Geometry& geometry, const ew::Device& device) {
+int64_t ChooseColumns(const Geometry& geometry, const Device& device) {
   constexpr int64_t kStep = 8;
   const double column_bytes = static_cast<double>(geometry.windows) * (C::kQ * sizeof(typename C::Value) + 4);
   int64_t best = 0;
@@ -33,7 +33,7 @@ int64_t ChooseColumns(const Geometry& geometry, const ew::Device& device) {
 }
 
 template <class C>
-cudaError_t Launch(const Problem& problem, const ew::Device& device, cudaStream_t stream) {
+cudaError_t Launch(const Problem& problem, const Device& device, cudaStream_t stream) {
   const Geometry& geometry = problem.geometry;
   if (geometry.out_features % C::kLaneColumns != 0) return cudaErrorNotSupported;
   if (geometry.batch == 0 || geometry.tokens == 0 || geometry.out_features == 0) return cudaSuccess;
@@ -46,13 +46,13 @@ cudaError_t Launch(const Problem& problem, const ew::Device& device, cudaStream_
   plan.chunk_windows = static_cast<int32_t>(std::min(CeilDiv(geometry.windows, step) * step, budget));
   const dim3 grid(static_cast<unsigned>(CeilDiv(geometry.out_features, plan.columns)), 1,
                   static_cast<unsigned>(geometry.batch));
-  return ew::LaunchSplit(ew::WaveKernel<C>, grid, C::kThreads, C::SharedBytes(plan.chunk_windows), stream, problem,
-                         plan);
+  return LaunchInClusters(ew::WaveKernel<C>, grid, C::kThreads, C::SharedBytes(plan.chunk_windows), 1, stream, problem,
+                          plan);
 }
 
 // Threads, windows at once and blocks of a multiprocessor, by the bytes of a thread's columns: measured, not derived.
 template <class Value, int kQ>
-cudaError_t LaunchConfig(const Problem& problem, const ew::Device& device, cudaStream_t stream) {
+cudaError_t LaunchConfig(const Problem& problem, const Device& device, cudaStream_t stream) {
   constexpr int kColumnBytes = kQ * static_cast<int>(sizeof(Value));
   constexpr int kLaneColumns = kColumnBytes <= 12 ? 2 : 1;  // short columns: two per thread, for wider loads
   constexpr int kBytes = kColumnBytes * kLaneColumns;
@@ -63,7 +63,7 @@ cudaError_t LaunchConfig(const Problem& problem, const ew::Device& device, cudaS
 }
 
 template <class Value>
-cudaError_t LaunchQ(const Problem& problem, const ew::Device& device, cudaStream_t stream) {
+cudaError_t LaunchQ(const Problem& problem, const Device& device, cudaStream_t stream) {
   const int32_t q = problem.geometry.q;
   if (q == 8) return LaunchConfig<Value, 8>(problem, device, stream);
   if (q == 16) return LaunchConfig<Value, 16>(problem, device, stream);
@@ -82,8 +82,8 @@ cudaError_t EwSpmvWave(const Problem& problem, cudaStream_t stream) {
       geometry.batch > 65535 || geometry.windows > ew::kMaxWindows || !ew::Aligned(problem)) {
     return cudaErrorNotSupported;
   }
-  ew::Device device;
-  if (const cudaError_t error = ew::QueryDevice(&device); error != cudaSuccess) return error;
+  Device device;
+  if (const cudaError_t error = QueryDevice(&device); error != cudaSuccess) return error;
   const DType x = problem.x.dtype, values = problem.values.dtype;
   if (x != DType::kF32 && x != DType::kBF16 && x != DType::kF16) return cudaErrorNotSupported;
   if (values == DType::kS8) return LaunchQ<int8_t>(problem, device, stream);

@@ -109,22 +109,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
       for (int u = 0; u < C::kUnroll; ++u) {
         if (window + u * slots >= last) break;
         const Acc* rows = x + (window + u * slots - chunk) * kWindow;
-        kept[u].Prepare();
-#pragma unroll
-        for (int c = 0; c < C::kLaneColumns; ++c) {
-          uint32_t set = bits[u].words[c], reversed = __brev(set);
-#pragma unroll
-          for (int j = 0; j < (C::kQ + 1) / 2; ++j) {
-            const int top = HighestBit(set);
-            set ^= Bit(top);
-            MultiplyKept<C>(kept[u].template At<Acc>((c + 1) * C::kQ - 1 - j), rows, stride, top, high[c]);
-            if (j < C::kQ / 2) {
-              const int bottom = LeadingZeros(reversed);
-              reversed ^= BitFromTop(bottom);
-              MultiplyKept<C>(kept[u].template At<Acc>(c * C::kQ + j), rows, stride, bottom, low[c]);
-            }
-          }
-        }
+        MultiplyColumns<C>(kept[u], bits[u], rows, stride, high, low);
       }
     }
   }

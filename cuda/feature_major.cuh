@@ -44,21 +44,6 @@ inline bool OrderTiles(const Geometry& g, int out, int tokens, int token_group, 
   return true;
 }
 
-inline CUtensorMapDataType MapType(DType dtype) {
-  return dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-}
-
-// x or y, [batch, rows, tokens] of 16-bit elements, in boxes of 64 tokens.
-inline TensorMapSpec TokensMap(const void* data, DType dtype, const Geometry& g, int64_t rows, int box_rows) {
-  const uint64_t row = g.tokens * 2;
-  return {MapType(dtype),
-          data,
-          3,
-          {uint64_t(g.tokens), uint64_t(rows), uint64_t(g.batch)},
-          {row, row * rows},
-          {kChunk, uint32_t(box_rows), 1}};
-}
-
 // What happens to a tile after its products.
 struct OutputArguments {
   CUtensorMap y;  // unused where the result is float32

@@ -1,4 +1,5 @@
-// From accumulators of wgmma to rows of a feature-major result, contiguous along tokens.
+// What the feature-major kernels of dx share: their tiles, and the way from accumulators of wgmma to rows of the
+// result, contiguous along tokens.
 #ifndef JAX_NMSPARSE_CUDA_FEATURE_ROWS_CUH_
 #define JAX_NMSPARSE_CUDA_FEATURE_ROWS_CUH_
 
@@ -6,6 +7,18 @@
 #include "cuda/wgmma.cuh"
 
 namespace nmsparse::cuda {
+
+// First token and window of a tile of dx.
+struct WindowTile {
+  int32_t batch, token, window;
+};
+
+// Tiles of the same tokens follow each other, so that their g is read from the L2 cache.
+template <int kTokens, int kWindows>
+__device__ __forceinline__ WindowTile WindowTileAt(int32_t index, int32_t token_tiles, int32_t window_tiles) {
+  const int32_t in_batch = index % (token_tiles * window_tiles);
+  return {index / (token_tiles * window_tiles), in_batch / window_tiles * kTokens, in_batch % window_tiles * kWindows};
+}
 
 inline constexpr int kFeatureRowTokens = 32;                         // that pass through shared memory at a time
 inline constexpr int kFeatureRowPitch = kFeatureRowTokens * 2 + 16;  // bytes: no bank conflicts

@@ -2,14 +2,13 @@
 // of the same dtype, int8 or float8_e4m3fn; any pattern and block.
 #include <algorithm>
 
-#include "cuda/block_launch.h"
 #include "cuda/few_tokens_t.cuh"
 #include "cuda/kernels.h"
+#include "cuda/launch.h"
 
 namespace nmsparse::cuda {
 namespace {
 
-using block::Device;
 using block::TransposedConfig;
 using block::TransposedPlan;
 
@@ -24,7 +23,7 @@ template <class C, bool kWhole>
 cudaError_t LaunchTransposed(const Problem& problem, const Device& device, TransposedPlan plan, cudaStream_t stream) {
   const Geometry& geometry = problem.geometry;
   const int64_t token_tiles = CeilDiv(geometry.tokens, C::kTokens);
-  if (token_tiles > block::kMaxGridYz || geometry.batch > block::kMaxGridYz) return cudaErrorNotSupported;
+  if (token_tiles > kMaxGridYz || geometry.batch > kMaxGridYz) return cudaErrorNotSupported;
   const int64_t items = geometry.windows * plan.segments;
   const int64_t tiles = CeilDiv(geometry.out_blocks * geometry.bn, C::kTileColumns);
   const int64_t wanted =
@@ -33,8 +32,8 @@ cudaError_t LaunchTransposed(const Problem& problem, const Device& device, Trans
   plan.splits = static_cast<int32_t>(std::clamp<int64_t>(wanted, 1, std::max<int64_t>(most, 1)));
   const dim3 grid(static_cast<unsigned>(items * plan.splits), static_cast<unsigned>(token_tiles),
                   static_cast<unsigned>(geometry.batch));
-  return block::LaunchInClusters(block::TransposedKernel<C, kWhole>, grid, C::kThreads,
-                                 SharedBytes<C>(int64_t{plan.units} * plan.rows), plan.splits, stream, problem, plan);
+  return LaunchInClusters(block::TransposedKernel<C, kWhole>, grid, C::kThreads,
+                          SharedBytes<C>(int64_t{plan.units} * plan.rows), plan.splits, stream, problem, plan);
 }
 
 template <class C>
@@ -93,7 +92,7 @@ cudaError_t FewTokensSpmmT(const Problem& problem, cudaStream_t stream) {
   const DType g = problem.g.dtype, values = problem.values.dtype;
   if (g != DType::kF32 && g != DType::kBF16 && g != DType::kF16) return cudaErrorNotSupported;
   Device device;
-  const cudaError_t error = block::QueryDevice(&device);
+  const cudaError_t error = QueryDevice(&device);
   if (error != cudaSuccess) return error;
   switch (values) {
     case DType::kS8:

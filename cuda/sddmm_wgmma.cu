@@ -4,26 +4,23 @@
 // although the shapes in problem.geometry are those of the row-major call. The result is plain.
 #include <algorithm>
 
-#include "cuda/block_launch.h"
 #include "cuda/kernels.h"
+#include "cuda/launch.h"
 #include "cuda/sddmm_wgmma.cuh"
 
 namespace nmsparse::cuda {
 namespace sddmm {
 namespace {
 
-constexpr int kSharedBytes = 227 * 1024;  // that a block may use
-
 // What both kernels ask; every other problem is another kernel's.
 bool Supports(const Problem& problem) {
   const Geometry& g = problem.geometry;
   const DType dtype = problem.x.dtype, result = problem.result.dtype;
-  const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
   const auto fits = [](int64_t v) { return v < (int64_t{1} << 31); };
   return (dtype == DType::kBF16 || dtype == DType::kF16) && problem.g.dtype == dtype &&
          (result == DType::kBF16 || result == DType::kF16 || result == DType::kF32) && g.tokens % 8 == 0 &&
          g.tokens > 0 && fits(g.tokens) && fits(g.windows * g.rows_per_window()) && fits(g.out_blocks * g.bn) &&
-         fits(g.batch) && aligned(problem.x.data) && aligned(problem.g.data) && aligned(problem.result.data);
+         fits(g.batch) && IsAligned(problem.x.data) && IsAligned(problem.g.data) && IsAligned(problem.result.data);
 }
 
 // Blocks that share the steps of a tile: as many as end soonest, where a tile of its own costs about four steps more
@@ -59,36 +56,24 @@ cudaError_t LaunchTiles(const Problem& problem, int multiprocessors, cudaStream_
   if (tiles * kMaxSplits > kMaxBlocks) return cudaErrorNotSupported;
   a.tiles = static_cast<int32_t>(tiles);
   a.steps = static_cast<int32_t>(CeilDiv(g.tokens, kChunk));
-  a.slots = std::min(kMaxSlots, (kSharedBytes - C::kFixedBytes) / C::kStageBytes);
+  a.slots = std::min(kMaxSlots, (kHopperSharedBytes - C::kFixedBytes) / C::kStageBytes);
   a.splits = Splits(a, multiprocessors);
-  const auto map = [&](const Operand& operand, int64_t features, uint32_t lines) {
-    constexpr uint64_t kBytes = 2;
-    const uint64_t row = g.tokens * kBytes;
-    return TensorMapSpec{
-        operand.dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-        operand.data,
-        3,
-        {uint64_t(g.tokens), uint64_t(features), uint64_t(g.batch)},
-        {row, row * features},
-        {kChunk, lines, 1}};
-  };
-  cudaError_t error = EncodeTensorMap(map(problem.g, g.out_features, C::kColumns), &a.g);
+  cudaError_t error = EncodeTensorMap(TokensMap(problem.g.data, problem.g.dtype, g, g.out_features, C::kColumns), &a.g);
   if (error == cudaSuccess && C::kRowsOf == Rows::kAll) {
-    error = EncodeTensorMap(map(problem.x, g.in_features, kMmaColumns), &a.x);
+    error = EncodeTensorMap(TokensMap(problem.x.data, problem.x.dtype, g, g.in_features, kMmaColumns), &a.x);
   }
   if (error != cudaSuccess) return error;
   const int bytes = a.slots * C::kStageBytes + C::kFixedBytes;
   const int clusters = a.splits > 1 ? a.tiles : std::min(a.tiles, multiprocessors);
-  return block::LaunchInClusters(ManyTokens<C>, dim3(clusters * a.splits), kThreads, bytes, a.splits, stream, a);
+  return LaunchInClusters(ManyTokens<C>, dim3(clusters * a.splits), kThreads, bytes, a.splits, stream, a);
 }
 
 template <template <class> class Launcher>
 cudaError_t Launch(const Problem& problem, cudaStream_t stream) {
   const Geometry& g = problem.geometry;
-  block::Device device;
-  const cudaError_t error = block::QueryDevice(&device);
+  Device device;
+  const cudaError_t error = QueryHopper(&device);
   if (error != cudaSuccess) return error;
-  if (device.major != 9) return cudaErrorNotSupported;  // wgmma exists there alone
   if (g.batch == 0 || g.windows == 0 || g.out_features == 0) return cudaSuccess;
   return problem.x.dtype == DType::kBF16 ? Launcher<__nv_bfloat16>::Run(problem, device.multiprocessors, stream)
                                          : Launcher<__half>::Run(problem, device.multiprocessors, stream);

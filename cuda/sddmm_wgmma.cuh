@@ -7,20 +7,19 @@
 // over. dv [batch, windows, out_blocks, q, bk, bn] is plain.
 //
 // Rows. Of vector- and block-wise weights a tile takes the rows that one column block keeps, counted over all windows,
-// so
-//   that the work is that of the kept units. Element-wise weights have the dense work: a tile takes whole windows, and
-//   every column writes the products that it keeps.
+//   so that the work is that of the kept units. Element-wise weights have the dense work: a tile takes whole windows,
+//   and every column writes the products that it keeps.
 // Step. 64 tokens: a line of 128 bytes for every column and every row of the tile.
 // Ownership. A block owns a tile of kColumns columns x kRows rows at a time. Two consumer warpgroups own 64 columns x
-// 256
-//   rows of it each, in registers. The producer warpgroup copies g (one thread, by the copy engine) and gathers kept
-//   rows (cp.async: a thread brings 16 bytes of every 16th row of the tile); which rows is known once per tile and read
-//   from the mask then, so a step costs addresses of one addition. Whole windows are copied by the copy engine, too.
+//   256 rows of it each, in registers. The producer warpgroup copies g (one thread, by the copy engine) and gathers
+//   kept rows (cp.async: a thread brings 16 bytes of every 16th row of the tile); which rows is known once per tile and
+//   read from the mask then, so a step costs addresses of one addition. Whole windows are copied by the copy engine,
+//   too.
 // Splits. Where the tiles are too few for the device, the blocks of a cluster share the steps of one tile; each adds up
 //   a piece of the accumulators of all, in the order of their ranks (distributed shared memory).
 // Shared memory (bytes): ring of slots x 128 x (kColumns + kRows), columns first, also the buffer of the pieces; 8 x
-// 768
-//   (kept rows) or 8 x 2048 (windows) for values on their way out; kRows x 4 kept rows of the tile; 2 x 8 x 8 barriers.
+//   768 (kept rows) or 8 x 2048 (windows) for values on their way out; kRows x 4 kept rows of the tile; 2 x 8 x 8
+//   barriers.
 // Synchronisation. full[slot]: bytes have landed and, of kept rows, every producer thread's copies. empty[slot]: the
 //   eight consumer warps are done with it. Named barrier 1: the producers and their list of rows.
 #ifndef JAX_NMSPARSE_CUDA_SDDMM_WGMMA_CUH_

@@ -13,11 +13,9 @@
 //
 // Stage. 64 columns: their weights of four windows (spmm_t_expand_weights.cuh), 64 lines of gᵀ for every 64 tokens.
 // Ownership. A block (one per multiprocessor, persistent) owns four windows (up to 128 rows) x 256 tokens at a time,
-// each
-//   of its two consumer warpgroups two windows. Producer warp 0 copies.
+//   each of its two consumer warpgroups two windows. Producer warp 0 copies.
 // Shared memory (bytes): ring of slots x (32768 + weights rounded up to 1024), g first; 8 x 1280 for results on their
-// way
-//   out; 128 zeros; 2 x 8 x 8 barriers.
+//   way out; 128 zeros; 2 x 8 x 8 barriers.
 // Synchronisation. full[slot]: bytes have landed. empty[slot]: the eight consumer warps are done with it.
 #ifndef JAX_NMSPARSE_CUDA_SPMM_T_EXPAND_CUH_
 #define JAX_NMSPARSE_CUDA_SPMM_T_EXPAND_CUH_

@@ -34,14 +34,10 @@ struct Arguments {
   int32_t tiles;
 };
 
-struct Tile {
-  int32_t batch, token, window;  // first token and window
-};
+using Tile = WindowTile;
 
 __device__ __forceinline__ Tile TileAt(const Arguments& a, int32_t index) {
-  const int32_t in_batch = index % (a.token_tiles * a.window_tiles);
-  return {index / (a.token_tiles * a.window_tiles), in_batch / a.window_tiles * kTokens,
-          in_batch % a.window_tiles * kWindows};
+  return WindowTileAt<kTokens, kWindows>(index, a.token_tiles, a.window_tiles);
 }
 
 struct SharedMap {

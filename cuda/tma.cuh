@@ -8,6 +8,8 @@
 
 #include <cstdint>
 
+#include "common/problem.h"
+
 namespace nmsparse::cuda {
 
 __device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
@@ -75,20 +77,15 @@ __device__ __forceinline__ uint32_t ClusterRank() {
 __device__ __forceinline__ void ClusterBarrier() {
   asm volatile("barrier.cluster.arrive; barrier.cluster.wait;" ::: "memory");
 }
-// Arrives at the barrier that lies where `barrier` does in the block of that rank.
-__device__ __forceinline__ void BarrierArriveAt(uint32_t barrier, uint32_t rank) {
-  asm volatile(
-      "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;"
-      " mbarrier.arrive.shared::cluster.b64 _, [remote]; }" ::"r"(barrier),
-      "r"(rank)
-      : "memory");
-}
-
 // The shared-memory address in block `rank` of the cluster that is `address` here.
 __device__ __forceinline__ uint32_t Elsewhere(uint32_t address, int rank) {
   uint32_t mapped;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
   return mapped;
+}
+// Arrives at the barrier that lies where `barrier` does in the block of that rank.
+__device__ __forceinline__ void BarrierArriveAt(uint32_t barrier, int rank) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(Elsewhere(barrier, rank)) : "memory");
 }
 
 // Arrives at barrier `id` without waiting: others wait for it by NamedBarrier of the same number of threads.
@@ -237,6 +234,21 @@ inline cudaError_t EncodeTensorMap(const TensorMapSpec& spec, CUtensorMap* map) 
                                  sizes, strides, spec.box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, spec.swizzle,
                                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+inline CUtensorMapDataType MapType(DType dtype) {
+  return dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+}
+
+// Feature-major activations, [batch, rows, tokens] of 16-bit elements, in boxes of one line (64 tokens).
+inline TensorMapSpec TokensMap(const void* data, DType dtype, const Geometry& g, int64_t rows, int box_rows) {
+  const uint64_t row = g.tokens * 2;
+  return {MapType(dtype),
+          data,
+          3,
+          {uint64_t(g.tokens), uint64_t(rows), uint64_t(g.batch)},
+          {row, row * rows},
+          {64, uint32_t(box_rows), 1}};
 }
 
 }  // namespace nmsparse::cuda
