@@ -27,6 +27,7 @@
 #include <vector>
 
 #include "cuda/kernels.h"
+#include "tests/native/problems.h"
 #include "tests/native/reference.h"
 
 namespace nmsparse::check {
