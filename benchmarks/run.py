@@ -245,9 +245,7 @@ def _record(case: Case, w: nms.NMSparse, times: dict[str, float]) -> None:
     text = json.dumps(table, indent=1)
     text = re.sub(r'\{\n\s+"op".*?\}\n\s+\}', lambda m: re.sub(r"\n\s+", " ", m[0]), text, flags=re.DOTALL)
     TABLE.write_text(text + "\n")
-    tuning._file.cache_clear()
-    tuning.table.cache_clear()
-    tuning.nearest.cache_clear()
+    tuning.forget()
 
 
 def device_name() -> str:

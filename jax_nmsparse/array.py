@@ -14,7 +14,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from jax_nmsparse import conversions
+from jax_nmsparse import dense_form
 from jax_nmsparse import layout as layout_lib
 from jax_nmsparse.layout import Layout
 from jax_nmsparse.pattern import NMPattern
@@ -247,7 +247,7 @@ class NMSparse:
                 "fromdense: the dense weight is traced, so its groups cannot be checked; "
                 "under jit use prune(dense, pattern), which keeps the largest units"
             )
-        mask, too_many = conversions.nonzero_mask(dense, Layout(pattern, *dense.shape[-2:]))
+        mask, too_many = dense_form.nonzero_mask(dense, Layout(pattern, *dense.shape[-2:]))
         excess = int(jnp.sum(too_many))
         if excess > 0:
             raise ValueError(
@@ -259,7 +259,7 @@ class NMSparse:
     @classmethod
     def _from_units(cls, dense: jax.Array, mask: jax.Array, pattern: NMPattern) -> NMSparse:
         """Gathers the units that `mask` (with its word axis) names."""
-        values = conversions.gather_units(dense, mask, Layout(pattern, *dense.shape[-2:]))
+        values = dense_form.gather_units(dense, mask, Layout(pattern, *dense.shape[-2:]))
         return cls(values, mask if pattern.mask_words > 1 else mask[..., 0], shape=dense.shape, pattern=pattern)
 
     @property
@@ -269,15 +269,15 @@ class NMSparse:
 
     def todense(self) -> jax.Array:
         """The dense weight ``[..., in_features, out_features]``; quantised values come back as float32."""
-        return conversions.dense(self.values, self.mask_with_words, self.scales, self.layout)
+        return dense_form.dense(self.values, self.mask_with_words, self.scales, self.layout)
 
     def indices(self) -> jax.Array:
         """Position of every kept unit inside its group, 0 to m - 1: int32 ``[..., windows, out_blocks, q]``."""
-        return conversions.positions(self.mask_with_words, self.layout) % self.pattern.m
+        return dense_form.positions(self.mask_with_words, self.layout) % self.pattern.m
 
     def keep(self) -> jax.Array:
         """Which elements are kept: bool ``[..., in_features, out_features]`` (kept units may hold zeros)."""
-        return conversions.kept(self.mask_with_words, self.layout)
+        return dense_form.kept(self.mask_with_words, self.layout)
 
     def astype(self, dtype) -> NMSparse:
         """The same weight with values of another float dtype; quantised values are multiplied out."""
@@ -289,7 +289,7 @@ class NMSparse:
             raise TypeError(f"astype: {dtype.name} needs scales; use quantize(w, {dtype.name!r})")
         values = self.values
         if self.scales is not None:
-            values = values.astype(jnp.float32) * conversions.scales_like_values(self.scales, self.layout)
+            values = values.astype(jnp.float32) * dense_form.scales_like_values(self.scales, self.layout)
         return self._replace(values=values.astype(dtype), scales=None)
 
     def with_values(self, values: jax.Array) -> NMSparse:
@@ -298,7 +298,7 @@ class NMSparse:
             got = tuple(values.shape) if _is_array(values) else type(values).__name__
             raise ValueError(f"with_values: values has shape {got}, expected {tuple(self.values.shape)}")
         check_value_dtype("with_values", values.dtype)
-        return self._replace(values=conversions.zero_padding(values, self.mask_with_words, self.layout))
+        return self._replace(values=dense_form.zero_padding(values, self.mask_with_words, self.layout))
 
     def _replace(self, **leaves) -> NMSparse:
         old = {"values": self.values, "mask": self.mask, "scales": self.scales}
@@ -329,7 +329,7 @@ class NMSparse:
         wrong = int((groups != self.pattern.n).sum())
         if wrong:
             raise ValueError(f"validate: {wrong} groups of mask keep another number of units than {self.pattern.n}")
-        clean = conversions.zero_padding(self.values, mask, layout)
+        clean = dense_form.zero_padding(self.values, mask, layout)
         differs = (clean != self.values) & ~(jnp.isnan(clean) & jnp.isnan(self.values))
         dirty = int(np.sum(np.asarray(differs)))
         if dirty:

@@ -172,11 +172,12 @@ def _fastest(call: Call, implementation: str, names: tuple[str, ...]) -> tuple[s
     )
     for point in points:
         times = {name: point.times_us[name] for name in names if name in point.times_us}
-        # More tokens take no less time, so a kernel that was measured there alone is bounded by that.
-        for name in names:
-            same = (p for p in points if name in p.times_us and p.tokens >= call.tokens and p.is_weight_of(point))
-            if times and name not in times and (other := next(same, None)) is not None:
-                times[name] = other.times_us[name]
+        if times:
+            # More tokens take no less time, so a kernel that was measured there alone is bounded by that.
+            bounds = [p.times_us for p in points if p.tokens >= call.tokens and p.is_weight_of(point)]
+            for name in names:
+                if name not in times and (bound := next((b for b in bounds if name in b), None)) is not None:
+                    times[name] = bound[name]
         if "dense" in times:
             elements = call.batch * layout.in_features * layout.out_features
             times["dense"] += tuning.expansion_us(implementation, layout.pattern, elements)

@@ -46,14 +46,10 @@ _OTHER_PLATFORMS = ("tpu", "rocm", "metal")
 
 
 @dataclasses.dataclass(frozen=True)
-class Explanation:
-    """The answer of `explain`; printing it gives the text.
+class Cost:
+    """What a call moves and computes.
 
     Attributes:
-      call: The primitive call.
-      platform: "cpu", "cuda" ...
-      device: Device kind, for the ceilings.
-      choice: The implementation and kernel, with the reason.
       values_bytes, mask_bytes, activation_bytes: What has to move once.
       kept_flops: 2 * tokens * kept elements.
       dense_bytes, dense_flops: The same for a dense weight of the same dtype.
@@ -61,10 +57,6 @@ class Explanation:
       dense_floor_us: The floor of the dense product.
     """
 
-    call: Call
-    platform: str
-    device: str
-    choice: Choice
     values_bytes: int
     mask_bytes: int
     activation_bytes: int
@@ -73,6 +65,25 @@ class Explanation:
     dense_flops: int
     floor_us: float | None
     dense_floor_us: float | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Explanation(Cost):
+    """The answer of `explain`; printing it gives the text.
+
+    Attributes:
+      call: The primitive call.
+      platform: "cpu", "cuda" ...
+      device: Device kind, for the ceilings.
+      choice: The implementation and kernel, with the reason.
+
+    Those of `Cost` stand beside them.
+    """
+
+    call: Call
+    platform: str
+    device: str
+    choice: Choice
 
     @property
     def bytes(self) -> int:
@@ -163,20 +174,6 @@ def _rate(call: Call, ceilings: Ceilings) -> float:
     if dtype == "float32" and not call.is_exact:
         dtype = "tf32"
     return ceilings.flops.get(dtype, ceilings.flops["float32"])
-
-
-@dataclasses.dataclass(frozen=True)
-class Cost:
-    """What a call moves and computes; the attributes are those of `Explanation`."""
-
-    values_bytes: int
-    mask_bytes: int
-    activation_bytes: int
-    kept_flops: int
-    dense_bytes: int
-    dense_flops: int
-    floor_us: float | None
-    dense_floor_us: float | None
 
 
 def cost(call: Call, ceilings: Ceilings | None) -> Cost:

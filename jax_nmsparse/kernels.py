@@ -160,11 +160,28 @@ def _ew_sparse24(call: Call) -> str | None:
     return _dtypes(call, _SAME_HALVES) or _element_wise(call, 64)
 
 
+def _columns(call: Call, multiple: int) -> str | None:
+    bn = call.layout.bn
+    return f"takes blocks whose columns are a multiple of {multiple}, not {bn}" if bn % multiple else None
+
+
+def _one_mask_word(call: Call) -> str | None:
+    units = call.layout.window_units
+    return f"takes windows of up to 32 units, not {units}" if units > 32 else None
+
+
+def _feature_major_halves(call: Call) -> str | None:
+    """What the kernels ask whose tensor maps describe 16-bit activations [features, tokens]."""
+    if call.tokens % 8 or not call.tokens:
+        return f"takes tokens in multiples of 8, not {call.tokens}"
+    return _dtypes(call, _SAME_HALVES, _FLOATS)
+
+
 def _tile(call: Call, columns: int, most_tokens: int) -> str | None:
     """What the kernels for vector- and block-wise weights share."""
     layout = call.layout
-    if layout.bn % columns:
-        return f"takes blocks whose columns are a multiple of {columns}, not {layout.bn}"
+    if reason := _columns(call, columns):
+        return reason
     if layout.rows_per_window > _MAX_ROWS:
         return f"takes windows of up to {_MAX_ROWS} rows, not {layout.rows_per_window}"
     if call.tokens > most_tokens:
@@ -197,21 +214,15 @@ def _block_mma(call: Call) -> str | None:
 
 
 def _block_wgmma(call: Call) -> str | None:
-    layout = call.layout
-    if layout.window_units > 32:
-        return f"takes windows of up to 32 units, not {layout.window_units}"
-    if layout.bk not in (1, 2, 4, 8, 16, 32) and layout.bk % 64:
-        return f"takes blocks of 1, 2, 4, 8, 16, 32 or a multiple of 64 rows, not {layout.bk}"
-    if call.tokens % 8 or not call.tokens:
-        return f"takes tokens in multiples of 8, not {call.tokens}"
-    return _dtypes(call, _SAME_HALVES, _FLOATS) or _tile(call, 64, 2**31)
+    bk, reason = call.layout.bk, None
+    if bk not in (1, 2, 4, 8, 16, 32) and bk % 64:
+        reason = f"takes blocks of 1, 2, 4, 8, 16, 32 or a multiple of 64 rows, not {bk}"
+    return _one_mask_word(call) or reason or _feature_major_halves(call) or _tile(call, 64, 2**31)
 
 
 def _ew_many_tokens(call: Call) -> str | None:
     """What both element-wise kernels for many tokens ask."""
-    if call.tokens % 8 or not call.tokens:
-        return f"takes tokens in multiples of 8, not {call.tokens}"
-    return _dtypes(call, _SAME_HALVES, _FLOATS) or _element_wise(call, 2**30)
+    return _feature_major_halves(call) or _element_wise(call, 2**30)
 
 
 def _ew_wgmma_sparse24(call: Call) -> str | None:
@@ -231,32 +242,17 @@ def _ew_wgmma(call: Call) -> str | None:
 
 
 def _block_fma(call: Call) -> str | None:
-    layout = call.layout
-    if layout.window_units > 32:
-        return f"takes windows of up to 32 units, not {layout.window_units}"
-    if layout.bn % 32:
-        return f"takes blocks whose columns are a multiple of 32, not {layout.bn}"
+    if reason := _one_mask_word(call) or _columns(call, 32):
+        return reason
     if call.tokens % 4:
         return f"takes tokens in multiples of 4, not {call.tokens}"
     return _dtypes(call, frozenset({("float32", "float32")}), ("float32",))
 
 
-def _gradient_tokens(call: Call) -> str | None:
-    """What the feature-major kernels of both gradients ask of tokens and dtypes."""
-    if call.tokens % 8 or not call.tokens:
-        return f"takes tokens in multiples of 8, not {call.tokens}"
-    return _dtypes(call, _SAME_HALVES, _FLOATS)
-
-
 def _block_t_wgmma(call: Call) -> str | None:
-    layout = call.layout
-    if layout.window_units > 32:
-        return f"takes windows of up to 32 units, not {layout.window_units}"
-    if layout.bk != 1 and layout.bk % 64:
-        return f"takes blocks of 1 row or a multiple of 64, not {layout.bk}"
-    if layout.bn % 64:
-        return f"takes blocks whose columns are a multiple of 64, not {layout.bn}"
-    return _gradient_tokens(call)
+    bk = call.layout.bk
+    reason = f"takes blocks of 1 row or a multiple of 64, not {bk}" if bk != 1 and bk % 64 else None
+    return _one_mask_word(call) or reason or _columns(call, 64) or _feature_major_halves(call)
 
 
 def _ew_t_wgmma(call: Call) -> str | None:
@@ -266,19 +262,14 @@ def _ew_t_wgmma(call: Call) -> str | None:
 
 
 def _block_sddmm_wgmma(call: Call) -> str | None:
-    layout = call.layout
-    if layout.window_units > 32:
-        return f"takes windows of up to 32 units, not {layout.window_units}"
-    if layout.bn % 64:
-        return f"takes blocks whose columns are a multiple of 64, not {layout.bn}"
-    return _gradient_tokens(call)
+    return _one_mask_word(call) or _columns(call, 64) or _feature_major_halves(call)
 
 
 def _ew_sddmm_wgmma(call: Call) -> str | None:
     layout = call.layout
     if not layout.pattern.is_elementwise or layout.window_units != 32:
         return f"takes element-wise patterns with m dividing 32, not {layout.pattern}"
-    return _gradient_tokens(call)
+    return _feature_major_halves(call)
 
 
 def _few_t(call: Call) -> str | None:

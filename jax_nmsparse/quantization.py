@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from jax_nmsparse.array import NMSparse
-from jax_nmsparse.conversions import scales_like_values
+from jax_nmsparse.dense_form import scales_like_values
 
 _LARGEST = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0}
 

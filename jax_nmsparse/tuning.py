@@ -77,6 +77,12 @@ def table(implementation: str) -> tuple[Measurement, ...]:
     return tuple(Measurement(**{**p, "pattern": NMPattern.parse(p["pattern"])}) for p in points)
 
 
+def forget() -> None:
+    """Reads the table again at the next question: for what rewrites it."""
+    for cached in (_file, table, nearest):
+        cached.cache_clear()
+
+
 def expansion_us(implementation: str, pattern: NMPattern, elements: int) -> float:
     """Time in which XLA expands a weight of that many dense elements, by the rate that was measured; 0 without one.
 

@@ -17,7 +17,7 @@ LEVELS = (
     ("layout",),
     ("meshes",),
     ("explicit",),
-    ("conversions",),
+    ("dense_form",),
     ("array",),
     ("compat", "reference", "native", "tuning", "kernels"),
     ("primitives", "dispatch", "sharding"),

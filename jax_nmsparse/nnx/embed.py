@@ -16,7 +16,7 @@ from jax_nmsparse.array import NMSparse, check_pattern
 from jax_nmsparse.description import Description
 from jax_nmsparse.embedding import embed
 from jax_nmsparse.layer import check_weight, pack
-from jax_nmsparse.nnx.variables import NMFormat, NMMask, held, hold, inherited, initialised, placed, product
+from jax_nmsparse.nnx.variables import NMFormat, NMMask, held, hold, inherited, initialised, placed, product, taken
 from jax_nmsparse.pattern import NMPattern
 
 _default_embed_init = nnx.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
@@ -120,9 +120,7 @@ class NMSparseEmbed(nnx.Module):
             w.out_features,
             w.in_features,
             embedding_init=lambda *_: w,
-            rngs=nnx.Rngs(0),
-            pattern=w.pattern,
-            values_dtype=None if w.scales is None else w.dtype,
+            **taken(w),
             **options,
         )
 

@@ -18,7 +18,7 @@ from jax_nmsparse import axes
 from jax_nmsparse.array import NMSparse, check_pattern
 from jax_nmsparse.description import Description
 from jax_nmsparse.layer import check_bias, check_weight, pack
-from jax_nmsparse.nnx.variables import NMFormat, NMMask, held, hold, inherited, initialised, placed, product
+from jax_nmsparse.nnx.variables import NMFormat, NMMask, held, hold, inherited, initialised, placed, product, taken
 from jax_nmsparse.pattern import NMPattern
 
 _default_kernel_init = nnx.initializers.lecun_normal()
@@ -189,9 +189,7 @@ class NMSparseLinearGeneral(nnx.Module):
             out_features,
             use_bias=False,
             kernel_init=lambda *_: w,
-            rngs=nnx.Rngs(0),
-            pattern=w.pattern,
-            values_dtype=None if w.scales is None else w.dtype,
+            **taken(w),
             **options,
         )
         if bias is not None:

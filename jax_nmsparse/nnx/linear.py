@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 from jax_nmsparse.array import NMSparse, check_pattern
 from jax_nmsparse.description import Description
 from jax_nmsparse.layer import check_bias, check_weight, pack
-from jax_nmsparse.nnx.variables import NMFormat, NMMask, held, hold, inherited, initialised, placed, product
+from jax_nmsparse.nnx.variables import NMFormat, NMMask, held, hold, inherited, initialised, placed, product, taken
 from jax_nmsparse.pattern import NMPattern
 
 _default_kernel_init = nnx.initializers.lecun_normal()
@@ -168,9 +168,7 @@ class NMSparseLinear(nnx.Module):
             use_bias=bias is not None,
             kernel_init=lambda *_: w,
             bias_init=lambda *_: bias,
-            rngs=nnx.Rngs(0),
-            pattern=w.pattern,
-            values_dtype=None if w.scales is None else w.dtype,
+            **taken(w),
             **options,
         )
 

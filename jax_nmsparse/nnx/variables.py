@@ -124,6 +124,11 @@ def placed(y: jax.Array, out_sharding: Any) -> jax.Array:
     return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
 
 
+def taken(w: NMSparse) -> dict[str, Any]:
+    """Arguments of a layer's constructor that takes a weight instead of drawing one."""
+    return {"pattern": w.pattern, "values_dtype": None if w.scales is None else w.dtype, "rngs": nnx.Rngs(0)}
+
+
 def inherited(layer: Any, *names: str) -> dict[str, Any]:
     """The arguments that dense and sparse layers have in common, from their attributes of the same names."""
     return {name: getattr(layer, name) for name in ("dtype", "param_dtype", "promote_dtype", *names)}
