@@ -16,7 +16,7 @@ namespace nmsparse {
 namespace ffi = ::xla::ffi;
 
 struct Attributes {
-  int64_t window_units;
+  ffi::Span<const int64_t> pattern;  // window_units, q, bk, bn
   int64_t activation;
   int64_t precision;
   std::string_view kernel;
@@ -90,39 +90,40 @@ inline Problem CheckWeight(Checker& check, const ffi::AnyBuffer& inputs, std::st
   Problem problem;
   check.Rank(inputs_name, inputs, 3);
   check.Rank(outputs_name, outputs, 3);
-  check.Rank("values", values, 6);
+  // One axis: to XLA the order of axes of size one is not fixed, and it has been seen to copy a weight for that.
+  check.Rank("values", values, 1);
   check.Rank("mask", mask, 4);
   if (mask.element_type() != ffi::DataType::U32) check.Fail("mask has another dtype than uint32");
+  if (attributes.pattern.size() != 4) check.Fail("pattern is not (window_units, q, bk, bn)");
   if (!check.ok()) return problem;
-  auto i = inputs.dimensions(), o = outputs.dimensions(), v = values.dimensions(), m = mask.dimensions();
+  auto i = inputs.dimensions(), o = outputs.dimensions(), m = mask.dimensions();
   Geometry& geometry = problem.geometry;
   geometry.batch = i[0];
   geometry.tokens = i[1];
   geometry.in_features = i[2];
   geometry.out_features = o[2];
-  geometry.windows = v[1];
-  geometry.out_blocks = v[2];
-  geometry.q = static_cast<int32_t>(v[3]);
-  geometry.bk = static_cast<int32_t>(v[4]);
-  geometry.bn = static_cast<int32_t>(v[5]);
-  geometry.window_units = static_cast<int32_t>(attributes.window_units);
+  geometry.windows = m[1];
+  geometry.out_blocks = m[2];
+  geometry.window_units = static_cast<int32_t>(attributes.pattern[0]);
+  geometry.q = static_cast<int32_t>(attributes.pattern[1]);
+  geometry.bk = static_cast<int32_t>(attributes.pattern[2]);
+  geometry.bn = static_cast<int32_t>(attributes.pattern[3]);
   geometry.mask_words = static_cast<int32_t>(m[3]);
   check.Size(outputs_name, "batch", o[0], geometry.batch, std::string(inputs_name) + "'s batch");
   check.Size(outputs_name, "tokens", o[1], geometry.tokens, std::string(inputs_name) + "'s tokens");
-  check.Size("values", "batch", v[0], geometry.batch, std::string(inputs_name) + "'s batch");
   check.Size("mask", "batch", m[0], geometry.batch, std::string(inputs_name) + "'s batch");
-  check.Size("mask", "windows", m[1], geometry.windows, "windows of values");
-  check.Size("mask", "out_blocks", m[2], geometry.out_blocks, "out_blocks of values");
   if (geometry.window_units < 1 || geometry.window_units > 128) check.Fail("window_units is outside 1 to 128");
-  if (geometry.bk < 1 || geometry.bn < 1) check.Fail("a block has no elements");
   if (geometry.q < 1 || geometry.q > geometry.window_units) check.Fail("q is outside 1 to window_units");
+  if (geometry.bk < 1 || geometry.bn < 1) check.Fail("a block has no elements");
   if (!check.ok()) return problem;
   auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   check.Size("mask", "words", geometry.mask_words, ceil_div(geometry.window_units, 32), "ceil(window_units / 32)");
-  check.Size("values", "windows", geometry.windows, ceil_div(geometry.in_features, geometry.rows_per_window()),
+  check.Size("mask", "windows", geometry.windows, ceil_div(geometry.in_features, geometry.rows_per_window()),
              "ceil(in_features / rows per window)");
-  check.Size("values", "out_blocks", geometry.out_blocks, ceil_div(geometry.out_features, geometry.bn),
+  check.Size("mask", "out_blocks", geometry.out_blocks, ceil_div(geometry.out_features, geometry.bn),
              "ceil(out_features / bn)");
+  check.Size("values", "total", values.dimensions()[0], geometry.batch * geometry.values_count(),
+             "batch * windows * out_blocks * q * bk * bn");
   if (attributes.activation < 0 || attributes.activation > 4) check.Fail("activation is not one of 0 to 4");
   problem.mask = static_cast<const uint32_t*>(mask.untyped_data());
   problem.epilogue.activation = static_cast<Activation>(attributes.activation);

@@ -33,23 +33,23 @@ ffi::Error Run(const char* op, Status (*kernel)(const Problem&, Parallel&), cons
 }
 
 ffi::Error Spmm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer values, ffi::AnyBuffer mask,
-                ffi::AnyBuffer scales, ffi::AnyBuffer bias, ffi::Result<ffi::AnyBuffer> y, int64_t window_units,
-                int64_t activation, int64_t precision, std::string_view kernel) {
+                ffi::AnyBuffer scales, ffi::AnyBuffer bias, ffi::Result<ffi::AnyBuffer> y,
+                ffi::Span<const int64_t> pattern, int64_t activation, int64_t precision, std::string_view kernel) {
   return Run("spmm", BestKernels().spmm,
-             SpmmProblem(x, values, mask, scales, bias, *y, {window_units, activation, precision, kernel}), pool);
+             SpmmProblem(x, values, mask, scales, bias, *y, {pattern, activation, precision, kernel}), pool);
 }
 
 ffi::Error SpmmT(ffi::ThreadPool pool, ffi::AnyBuffer g, ffi::AnyBuffer values, ffi::AnyBuffer mask,
-                 ffi::Result<ffi::AnyBuffer> dx, int64_t window_units, int64_t activation, int64_t precision,
-                 std::string_view kernel) {
+                 ffi::Result<ffi::AnyBuffer> dx, ffi::Span<const int64_t> pattern, int64_t activation,
+                 int64_t precision, std::string_view kernel) {
   return Run("spmm_t", BestKernels().spmm_t,
-             SpmmTProblem(g, values, mask, *dx, {window_units, activation, precision, kernel}), pool);
+             SpmmTProblem(g, values, mask, *dx, {pattern, activation, precision, kernel}), pool);
 }
 
 ffi::Error Sddmm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer g, ffi::AnyBuffer mask,
-                 ffi::Result<ffi::AnyBuffer> dv, int64_t window_units, int64_t activation, int64_t precision,
-                 std::string_view kernel) {
-  return Run("sddmm", BestKernels().sddmm, SddmmProblem(x, g, mask, *dv, {window_units, activation, precision, kernel}),
+                 ffi::Result<ffi::AnyBuffer> dv, ffi::Span<const int64_t> pattern, int64_t activation,
+                 int64_t precision, std::string_view kernel) {
+  return Run("sddmm", BestKernels().sddmm, SddmmProblem(x, g, mask, *dv, {pattern, activation, precision, kernel}),
              pool);
 }
 
@@ -64,7 +64,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(SpmmHandler, Spmm,
                                   .Arg<ffi::AnyBuffer>()  // scales
                                   .Arg<ffi::AnyBuffer>()  // bias
                                   .Ret<ffi::AnyBuffer>()  // y
-                                  .Attr<int64_t>("window_units")
+                                  .Attr<ffi::Span<const int64_t>>("pattern")
                                   .Attr<int64_t>("activation")
                                   .Attr<int64_t>("precision")
                                   .Attr<std::string_view>("kernel"));
@@ -76,7 +76,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(SpmmTHandler, SpmmT,
                                   .Arg<ffi::AnyBuffer>()  // values
                                   .Arg<ffi::AnyBuffer>()  // mask
                                   .Ret<ffi::AnyBuffer>()  // dx
-                                  .Attr<int64_t>("window_units")
+                                  .Attr<ffi::Span<const int64_t>>("pattern")
                                   .Attr<int64_t>("activation")
                                   .Attr<int64_t>("precision")
                                   .Attr<std::string_view>("kernel"));
@@ -88,7 +88,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(SddmmHandler, Sddmm,
                                   .Arg<ffi::AnyBuffer>()  // g
                                   .Arg<ffi::AnyBuffer>()  // mask
                                   .Ret<ffi::AnyBuffer>()  // dv
-                                  .Attr<int64_t>("window_units")
+                                  .Attr<ffi::Span<const int64_t>>("pattern")
                                   .Attr<int64_t>("activation")
                                   .Attr<int64_t>("precision")
                                   .Attr<std::string_view>("kernel"));

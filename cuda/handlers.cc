@@ -129,25 +129,25 @@ ffi::Error Run(const std::string& op, const Kernel (&kernels)[kCount], Dtypes (*
 
 ffi::Error Spmm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer values, ffi::AnyBuffer mask,
                 ffi::AnyBuffer scales, ffi::AnyBuffer bias, ffi::Result<ffi::AnyBuffer> y,
-                ffi::Result<ffi::AnyBuffer> workspace, int64_t window_units, int64_t activation, int64_t precision,
-                std::string_view kernel) {
+                ffi::Result<ffi::AnyBuffer> workspace, ffi::Span<const int64_t> pattern, int64_t activation,
+                int64_t precision, std::string_view kernel) {
   return Run("spmm", kSpmmKernels, SpmmDtypes,
-             SpmmProblem(x, values, mask, scales, bias, *y, {window_units, activation, precision, kernel}), *workspace,
+             SpmmProblem(x, values, mask, scales, bias, *y, {pattern, activation, precision, kernel}), *workspace,
              stream);
 }
 
 ffi::Error SpmmT(cudaStream_t stream, ffi::AnyBuffer g, ffi::AnyBuffer values, ffi::AnyBuffer mask,
-                 ffi::Result<ffi::AnyBuffer> dx, ffi::Result<ffi::AnyBuffer> workspace, int64_t window_units,
-                 int64_t activation, int64_t precision, std::string_view kernel) {
+                 ffi::Result<ffi::AnyBuffer> dx, ffi::Result<ffi::AnyBuffer> workspace,
+                 ffi::Span<const int64_t> pattern, int64_t activation, int64_t precision, std::string_view kernel) {
   return Run("spmm_t", kSpmmTKernels, SpmmTDtypes,
-             SpmmTProblem(g, values, mask, *dx, {window_units, activation, precision, kernel}), *workspace, stream);
+             SpmmTProblem(g, values, mask, *dx, {pattern, activation, precision, kernel}), *workspace, stream);
 }
 
 ffi::Error Sddmm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer g, ffi::AnyBuffer mask,
-                 ffi::Result<ffi::AnyBuffer> dv, ffi::Result<ffi::AnyBuffer> workspace, int64_t window_units,
-                 int64_t activation, int64_t precision, std::string_view kernel) {
+                 ffi::Result<ffi::AnyBuffer> dv, ffi::Result<ffi::AnyBuffer> workspace,
+                 ffi::Span<const int64_t> pattern, int64_t activation, int64_t precision, std::string_view kernel) {
   return Run("sddmm", kSddmmKernels, SddmmDtypes,
-             SddmmProblem(x, g, mask, *dv, {window_units, activation, precision, kernel}), *workspace, stream);
+             SddmmProblem(x, g, mask, *dv, {pattern, activation, precision, kernel}), *workspace, stream);
 }
 
 }  // namespace
@@ -162,7 +162,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaSpmmHandler, Spmm,
                                   .Arg<ffi::AnyBuffer>()  // bias
                                   .Ret<ffi::AnyBuffer>()  // y
                                   .Ret<ffi::AnyBuffer>()  // workspace
-                                  .Attr<int64_t>("window_units")
+                                  .Attr<ffi::Span<const int64_t>>("pattern")
                                   .Attr<int64_t>("activation")
                                   .Attr<int64_t>("precision")
                                   .Attr<std::string_view>("kernel"),
@@ -176,7 +176,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaSpmmTHandler, SpmmT,
                                   .Arg<ffi::AnyBuffer>()  // mask
                                   .Ret<ffi::AnyBuffer>()  // dx
                                   .Ret<ffi::AnyBuffer>()  // workspace
-                                  .Attr<int64_t>("window_units")
+                                  .Attr<ffi::Span<const int64_t>>("pattern")
                                   .Attr<int64_t>("activation")
                                   .Attr<int64_t>("precision")
                                   .Attr<std::string_view>("kernel"),
@@ -190,7 +190,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaSddmmHandler, Sddmm,
                                   .Arg<ffi::AnyBuffer>()  // mask
                                   .Ret<ffi::AnyBuffer>()  // dv
                                   .Ret<ffi::AnyBuffer>()  // workspace
-                                  .Attr<int64_t>("window_units")
+                                  .Attr<ffi::Span<const int64_t>>("pattern")
                                   .Attr<int64_t>("activation")
                                   .Attr<int64_t>("precision")
                                   .Attr<std::string_view>("kernel"),

@@ -83,18 +83,23 @@ def _reference(op: str, choice: Choice, params):
 
 
 def _native(op: str, kernel: Kernel, call: Call, activation: str | None):
-    """The custom call as a function of a primitive's operands; scales and bias may be None."""
+    """The custom call as a function of a primitive's operands; scales and bias may be None.
+
+    Native code takes and gives values as one axis: XLA may order axes of size one as it likes, and on a CPU has copied
+    a half-precision weight into another such order at each call.
+    """
+    layout = call.layout
     target = target_name(op, kernel.implementation)
     attributes = {
-        "window_units": np.int64(call.layout.window_units),
+        "pattern": np.asarray((layout.window_units, layout.pattern.q, layout.bk, layout.bn), np.int64),
         "activation": np.int64(_ACTIVATION_CODES[activation]),
         "precision": np.int64(call.is_exact),
         "kernel": kernel.name,
     }
     shape = {
-        "spmm": (call.batch, call.tokens, call.layout.out_features),
-        "spmm_t": (call.batch, call.tokens, call.layout.in_features),
-        "sddmm": (call.batch, *call.layout.values_shape),
+        "spmm": (call.batch, call.tokens, layout.out_features),
+        "spmm_t": (call.batch, call.tokens, layout.in_features),
+        "sddmm": (call.batch * math.prod(layout.values_shape),),
     }[op]
     results = [jax.ShapeDtypeStruct(shape, call.dtype)]
     if kernel.implementation == "cuda":
@@ -102,6 +107,8 @@ def _native(op: str, kernel: Kernel, call: Call, activation: str | None):
 
     def run(*operands):
         operands = [jnp.zeros((0,), jnp.float32) if o is None else o for o in operands]
+        if op != "sddmm":
+            operands[1] = operands[1].reshape(operands[1].size)
         layouts = {}
         if kernel.feature_major:
             # x, g, y and dx are [batch, tokens, features] with tokens innermost in memory; the rest as it is.

@@ -95,9 +95,9 @@ def random_weight(rng, batch, rows, columns, window, block, dtype) -> Weight:
     return Weight(np.ascontiguousarray(values), mask, dense, units, positions)
 
 
-def call(target, result, *operands, window_units, activation=0, precision=0, kernel="simd"):
+def call(target, result, *operands, weight, activation=0, precision=0, kernel="simd"):
     attributes = {
-        "window_units": np.int64(window_units),
+        "pattern": np.asarray((weight.window_units, *weight.values.shape[-3:]), np.int64),
         "activation": np.int64(activation),
         "precision": np.int64(precision),
         "kernel": kernel,
@@ -109,20 +109,20 @@ def spmm(x, weight, scales=None, bias=None, dtype=None, **attributes):
     absent = np.zeros((0,), np.float32)
     integer = x.dtype == np.int8
     result = jax.ShapeDtypeStruct((*x.shape[:2], weight.dense.shape[2]), dtype or (np.int32 if integer else x.dtype))
-    operands = (x, weight.values, weight.mask, absent if scales is None else scales, absent if bias is None else bias)
-    return call("nms_cpu_spmm", result, *operands, window_units=weight.window_units, **attributes)
+    scales, bias = (absent if extra is None else extra for extra in (scales, bias))
+    return call("nms_cpu_spmm", result, x, weight.values.ravel(), weight.mask, scales, bias, weight=weight, **attributes)
 
 
 def spmm_t(g, weight, dtype=None):
     result = jax.ShapeDtypeStruct(
         (*g.shape[:2], weight.dense.shape[1]), dtype or (np.int32 if g.dtype == np.int8 else g.dtype)
     )
-    return call("nms_cpu_spmm_t", result, g, weight.values, weight.mask, window_units=weight.window_units)
+    return call("nms_cpu_spmm_t", result, g, weight.values.ravel(), weight.mask, weight=weight)
 
 
 def sddmm(x, g, weight, dtype=None):
-    result = jax.ShapeDtypeStruct(weight.values.shape, dtype or x.dtype)
-    return call("nms_cpu_sddmm", result, x, g, weight.mask, window_units=weight.window_units)
+    result = jax.ShapeDtypeStruct((weight.values.size,), dtype or x.dtype)
+    return call("nms_cpu_sddmm", result, x, g, weight.mask, weight=weight).reshape(weight.values.shape)
 
 
 def assert_close(got, expected, magnitude, result_dtype, accumulator="float32"):
@@ -346,9 +346,10 @@ def test_results_do_not_depend_on_threads_or_calls():
 def test_thousand_calls_inside_one_jit():
     rng = np.random.default_rng(0)
     weight = random_weight(rng, 1, 64, 64, (8, 32), (1, 1), "float32")
-    values, mask = jnp.asarray(weight.values), jnp.asarray(weight.mask)
+    values, mask = jnp.asarray(weight.values.ravel()), jnp.asarray(weight.mask)
     empty = jnp.zeros((0,), jnp.float32)
-    attributes = {"window_units": np.int64(32), "activation": np.int64(0), "precision": np.int64(0), "kernel": "simd"}
+    attributes = {"activation": np.int64(0), "precision": np.int64(0), "kernel": "simd"}
+    attributes["pattern"] = np.asarray((32, 8, 1, 1), np.int64)
 
     @jax.jit
     def run(x):
@@ -367,10 +368,13 @@ def test_wrong_buffers_are_errors_that_name_the_operand():
     rng = np.random.default_rng(0)
     weight = random_weight(rng, 1, 64, 40, (8, 32), (1, 1), "float32")
     x = random_array(rng, (1, 3, 64), "float32")
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"spmm: values has windows size 2, expected 4"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"spmm: mask has windows size 2, expected 4"):
         spmm(random_array(rng, (1, 3, 100), "float32"), weight)
     with pytest.raises(jax.errors.JaxRuntimeError, match="window_units is outside 1 to 128"):
         spmm(x, dataclasses.replace(weight, window_units=0))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"spmm: values has total size 639, expected 640"):
+        result, absent = jax.ShapeDtypeStruct((1, 3, 40), x.dtype), np.zeros((0,), np.float32)
+        call("nms_cpu_spmm", result, x, weight.values.ravel()[1:], weight.mask, absent, absent, weight=weight)
     with pytest.raises(jax.errors.JaxRuntimeError, match="spmm: the CPU kernels take"):
         spmm(x.astype(np.float64), weight)
     with pytest.raises(jax.errors.JaxRuntimeError, match="spmm: there is no CPU kernel 'fast'"):
