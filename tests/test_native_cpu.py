@@ -109,8 +109,8 @@ def spmm(x, weight, scales=None, bias=None, dtype=None, **attributes):
     absent = np.zeros((0,), np.float32)
     integer = x.dtype == np.int8
     result = jax.ShapeDtypeStruct((*x.shape[:2], weight.dense.shape[2]), dtype or (np.int32 if integer else x.dtype))
-    scales, bias = (absent if extra is None else extra for extra in (scales, bias))
-    return call("nms_cpu_spmm", result, x, weight.values.ravel(), weight.mask, scales, bias, weight=weight, **attributes)
+    extras = (absent if extra is None else extra for extra in (scales, bias))
+    return call("nms_cpu_spmm", result, x, weight.values.ravel(), weight.mask, *extras, weight=weight, **attributes)
 
 
 def spmm_t(g, weight, dtype=None):
