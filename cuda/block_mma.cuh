@@ -12,6 +12,9 @@
 //   mma depth 2t, 2t + 1, 2t + 8, 2t + 9  <->  kept rows 4t, 4t + 1, 4t + 2, 4t + 3
 //   mma column g       of tile n   <->  token 8n + g                             (B: xᵀ)
 //
+// 8-bit weights (int8, float8_e4m3fn) pass through the ring as they are and become 16-bit on the way into A
+// (narrow_weights.cuh), exactly; their scales belong to the epilogue.
+//
 // Weights pass through a ring in shared memory that is private to a warp (cp.async by lanes that follow memory, read
 // back by the lanes of the fragments): kStages - 1 steps in flight per warp without registers and without a block
 // barrier. x is shared by the column_warps warps side by side: chunk_windows windows at a time it is transposed into a
@@ -23,7 +26,7 @@
 // token tiles, batch), clusters of `splits` along x.
 //
 // Shared memory, bytes:
-//   0                        ring    kWarps * kStages * 4 * 32 * 2 * kVector     (128 KB at kVector 8, 8 stages)
+//   0                        ring    kWarps * kStages * 4 * 32 * kVectorBytes    (128 KB at 16 bytes, 8 stages)
 //   kRingBytes               x tile  2 * (32,768 + 16 * kTokenTiles)
 //   ... + 2 * XTile::kBytes  table   2 * blocks * table_rows * 2
 //   after the last step everything is reused: sums [warp groups][tokens][columns + 4] float
@@ -31,12 +34,14 @@
 #define JAX_NMSPARSE_CUDA_BLOCK_MMA_CUH_
 
 #include "cuda/block_tiles.cuh"
+#include "cuda/narrow_weights.cuh"
 
 namespace nmsparse::cuda::block {
 
-template <class Value_, int kVector_, int kTokenTiles_, int kStages_, int kBlocks_>
+template <class Value_, class Weight_, int kVector_, int kTokenTiles_, int kStages_, int kBlocks_>
 struct MmaConfig {
-  using Value = Value_;
+  using Value = Value_;                             // of x and of the products
+  using Weight = Weight_;                           // in memory
   static constexpr int kVector = kVector_;          // columns of a lane
   static constexpr int kTokenTiles = kTokenTiles_;  // 8 tokens each
   static constexpr int kStages = kStages_;
@@ -48,13 +53,15 @@ struct MmaConfig {
   static constexpr int kThreads = kWarps * kWarpSize;
   static constexpr int kDepth = 16;  // kept rows of a step
   static constexpr int kWarpColumns = 8 * kVector;
-  static constexpr int kVectorBytes = 2 * kVector;
+  static constexpr int kVectorBytes = static_cast<int>(sizeof(Weight)) * kVector;
+  static constexpr int kWords = kVectorBytes / 4;
   static constexpr int kRowBytes = 8 * kVectorBytes;
   static constexpr int kStageBytes = kDepth * kRowBytes;  // of one warp
   static constexpr int kRingBytes = kWarps * kStages * kStageBytes;
   using Tile = XTile<kTokenTiles, kThreads, kBlocks == 1 ? 2048 : 1024>;
   static_assert(sizeof(Value) == 2, "fragments are built from 16-bit elements");
-  static_assert(kVector == 2 || kVector == 4 || kVector == 8, "a lane copies 4, 8 or 16 bytes of a row");
+  static_assert(kVectorBytes == 4 || kVectorBytes == 8 || kVectorBytes == 16,
+                "a lane copies 4, 8 or 16 bytes of a row");
   static_assert(kStages >= 2, "the slot being filled must not be the one being read");
 };
 
@@ -81,14 +88,14 @@ struct Divider {
 // lanes of a fragment copying for themselves L2 saw requests of 32 bytes, four times as many: 2.4 TB/s).
 template <class C>
 struct WeightStream {
-  const typename C::Value* source;  // row `row` of the current window
-  int64_t jump, wrap;               // elements from one step to the next, and where that leaves the window
+  const typename C::Weight* source;  // row `row` of the current window
+  int64_t jump, wrap;                // elements from one step to the next, and where that leaves the window
   int row, row_jump, kept, bn;
   int left;  // rows from this one to the end
   int stride;
   uint32_t slot, ring_begin, ring_end;
 
-  __device__ __forceinline__ WeightStream(const typename C::Value* base, int64_t window_pitch, int kept, int bn,
+  __device__ __forceinline__ WeightStream(const typename C::Weight* base, int64_t window_pitch, int kept, int bn,
                                           int rows, int first, int stride, uint32_t ring)
       : kept(kept),
         bn(bn),
@@ -109,7 +116,7 @@ struct WeightStream {
   // kQuad: q * bk is a multiple of 4, so that the four rows lie in one window.
   template <bool kQuad>
   __device__ __forceinline__ void Issue() {
-    const typename C::Value* from = source;
+    const typename C::Weight* from = source;
     int r = row;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -129,6 +136,7 @@ struct WeightStream {
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, C::kBlocks) BlockMmaKernel(Problem problem, MmaPlan plan) {
   using Value = typename C::Value;
+  using Weight = typename C::Weight;
   using Tile = typename C::Tile;
   extern __shared__ __align__(128) unsigned char shared[];
   const Geometry& geometry = problem.geometry;
@@ -157,7 +165,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks) BlockMmaKernel(Proble
   const uint32_t ring = warp * (C::kStages * C::kStageBytes);
   const uint32_t write = lane / 8 * (4 * C::kRowBytes) + (lane % 8 ^ lane / 8 * 2) * C::kVectorBytes;
   const uint32_t read = lane % 4 * (4 * C::kRowBytes) + (lane / 4 ^ lane % 4 * 2) * C::kVectorBytes;
-  WeightStream<C> stream(static_cast<const Value*>(problem.values.data) + batch * ValuesPerBatch(geometry) +
+  WeightStream<C> stream(static_cast<const Weight*>(problem.values.data) + batch * ValuesPerBatch(geometry) +
                              window_begin * window_pitch + block * kept * geometry.bn + column_in_block,
                          window_pitch, kept, geometry.bn, rows, group * C::kDepth + lane / 8 * 4, groups * C::kDepth,
                          SharedAddress(shared) + ring + write);
@@ -251,7 +259,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks) BlockMmaKernel(Proble
       const uint32_t row = (tile + *table) ^ (C::kTokenTiles > 1 ? lane / 16 * 16 : 0);
       WaitForCopies<C::kStages - 2>();
       __syncwarp();
-      uint32_t w[4][C::kVector / 2];
+      uint32_t w[4][C::kWords];
 #pragma unroll
       for (int i = 0; i < 4; ++i) LoadWords(w[i], slot + i * C::kRowBytes);
       slot += C::kStageBytes;
@@ -270,8 +278,16 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks) BlockMmaKernel(Proble
       }
 #pragma unroll
       for (int i = 0; i < C::kVector / 2; ++i) {
-        const uint32_t a[4] = {PairUp(w[0][i], w[1][i], 0), PairUp(w[0][i], w[1][i], 1), PairUp(w[2][i], w[3][i], 0),
-                               PairUp(w[2][i], w[3][i], 1)};
+        const auto pair = [&](int row, int column) {
+          constexpr int kPerWord = 4 / sizeof(Weight);
+          const int word = column / kPerWord, element = column % kPerWord;
+          if constexpr (sizeof(Weight) == 2) {
+            return PairUp(w[row][word], w[row + 1][word], element);
+          } else {
+            return WidenPair<Value, Weight>(w[row][word], w[row + 1][word], element);
+          }
+        };
+        const uint32_t a[4] = {pair(0, 2 * i), pair(0, 2 * i + 1), pair(2, 2 * i), pair(2, 2 * i + 1)};
 #pragma unroll
         for (int n = 0; n < C::kTokenTiles; ++n) Mma<Value>(sums[i][n], a, b[n][0], b[n][1]);
       }

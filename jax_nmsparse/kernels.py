@@ -210,7 +210,8 @@ def _block_mma(call: Call) -> str | None:
     rows = layout.rows_per_window * (16 // math.gcd(16, layout.q * layout.bk))
     if rows > 2048:
         return f"takes up to 2048 rows for 16 kept ones, not {rows}"
-    return _dtypes(call, _SAME_HALVES) or _tile(call, 16, 512)
+    columns = 16 if call.dtypes[0] == call.dtypes[1] else 32
+    return _dtypes(call, _HALF_X) or _tile(call, columns, 512)
 
 
 def _block_wgmma(call: Call) -> str | None:
