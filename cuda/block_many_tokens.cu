@@ -13,8 +13,9 @@ namespace nmsparse::cuda {
 namespace block {
 namespace {
 
-constexpr int kMaxRows = 64;     // of a stage
-constexpr int kMaxWindows = 32;  // of a stage: one mask word per lane
+constexpr int kMaxRows = 64;       // of a stage
+constexpr int kMaxWindows = 32;    // of a stage: one mask word per lane
+constexpr double kExchange = 1.5;  // us, of partial sums in a cluster
 
 int RoundUp(int64_t v, int to) { return static_cast<int>(CeilDiv(v, to) * to); }
 
@@ -55,7 +56,7 @@ cudaError_t PlanStages(const Geometry& g, int max_rows, Arguments* a) {
     a->rows = RoundUp(best * used, kMmaDepth);
     a->filled_rows = best * used;
   }
-  a->steps = static_cast<int32_t>(CeilDiv(g.windows, a->windows_per_stage) * a->stages_per_window);
+  a->groups = static_cast<int32_t>(CeilDiv(g.windows, a->windows_per_stage));
   a->run_rows = kBoxes ? std::min(g.bk, a->rows) : 1;
   a->stages_per_unit = kBoxes ? g.bk / a->run_rows : 1;
   a->entries_per_unit = kBoxes ? 1 : g.bk;
@@ -98,7 +99,18 @@ struct Tuning {
 };
 
 template <class C>
-cudaError_t LaunchTiles(const Problem& problem, const Tuning& tuning, int multiprocessors, cudaStream_t stream) {
+int64_t OutputBytes(int splits) {
+  if constexpr (C::kSplits) {
+    return C::Output::Bytes(splits);
+  } else {
+    return C::kConsumers * C::Output::kBytes;
+  }
+}
+
+// Blocks of a cluster: at most one per group of stages.
+template <class C>
+cudaError_t LaunchTiles(const Problem& problem, const Tuning& tuning, const Device& device, int splits,
+                        cudaStream_t stream) {
   const Geometry& g = problem.geometry;
   Arguments a{};
   a.x_data = problem.x.data;
@@ -108,52 +120,71 @@ cudaError_t LaunchTiles(const Problem& problem, const Tuning& tuning, int multip
   a.output.result = problem.result;
   cudaError_t error = PlanStages<C>(g, tuning.max_rows, &a);
   if (error != cudaSuccess) return error;
-  a.slots = std::min<int>(C::kMaxSlots, (kHopperSharedBytes - C::FixedBytes()) / C::StageBytes(a.rows));
+  a.splits = std::min(splits, a.groups);
+  a.output_bytes = static_cast<int32_t>(OutputBytes<C>(a.splits));
+  const int fixed = C::FixedBytes() + a.output_bytes;
+  a.slots = std::min<int>(C::kMaxSlots, (kHopperSharedBytes - fixed) / C::StageBytes(a.rows));
   if (!OrderTiles(g, C::kOut, C::kTokens, tuning.token_group, &a.order)) return cudaErrorNotSupported;
   error = EncodeMaps<C>(problem, &a);
   if (error != cudaSuccess) return error;
-  const int bytes = a.slots * C::StageBytes(a.rows) + C::FixedBytes();
-  return LaunchInClusters(ManyTokens<C>, std::min(a.order.tiles, multiprocessors), C::kThreads, bytes, 1, stream, a);
+  const int bytes = a.slots * C::StageBytes(a.rows) + fixed;
+  const int clusters = BlocksAtOnce<C>(ManyTokens<C>, device, C::kThreads, kHopperSharedBytes, a.splits) / a.splits;
+  return LaunchInClusters(ManyTokens<C>, std::min(a.order.tiles, clusters) * a.splits, C::kThreads, bytes, a.splits,
+                          stream, a);
 }
 
 struct Candidate {
-  cudaError_t (*launch)(const Problem&, const Tuning&, int, cudaStream_t);
+  cudaError_t (*launch)(const Problem&, const Tuning&, const Device&, int splits, cudaStream_t);
   Tuning tuning;
   int out, tokens;  // of a tile
+  bool splits;      // whether a cluster may share a tile
   double us;        // per 64 kept rows of one tile while all multiprocessors work, H200
 };
 
 template <class C>
 constexpr Candidate Measured(double us, int max_rows = kMaxRows) {
-  return {LaunchTiles<C>, {max_rows}, C::kOut, C::kTokens, us};
+  return {LaunchTiles<C>, {max_rows}, C::kOut, C::kTokens, C::kSplits, us};
 }
+
+struct Choice {
+  const Candidate* candidate;
+  int splits;
+};
 
 // The candidate whose rounds over the multiprocessors cost least.
 template <size_t kCount>
-const Candidate& Cheapest(const Candidate (&candidates)[kCount], const Geometry& g, int multiprocessors) {
-  const auto cost = [&](const Candidate& c) {
+Choice Cheapest(const Candidate (&candidates)[kCount], const Geometry& g, const Device& device) {
+  Choice best{};
+  double least = 0;
+  for (const Candidate& c : candidates) {
     const int64_t tiles = g.batch * CeilDiv(g.out_features, c.out) * CeilDiv(g.tokens, c.tokens);
-    return static_cast<double>(CeilDiv(tiles, multiprocessors)) * c.us;
-  };
-  return *std::min_element(std::begin(candidates), std::end(candidates),
-                           [&](const Candidate& a, const Candidate& b) { return cost(a) < cost(b); });
+    const double stages = g.windows * g.q * g.bk / 64.0;
+    for (int splits = 1; splits <= (c.splits ? kMaxSplits : 1); ++splits) {
+      const double rounds = static_cast<double>(CeilDiv(tiles * splits, device.multiprocessors / splits * splits));
+      const double cost = rounds * (stages / splits * c.us + (splits > 1 ? kExchange : 0.0));
+      if (best.candidate == nullptr || cost < least) best = {&c, splits}, least = cost;
+    }
+  }
+  return best;
 }
 
 // Measured with version 5: lanes, 128 x 256 (14336 x 4096, 16:32). The others are those of version 4.
 template <class T>
-cudaError_t LaunchFor(const Problem& problem, int multiprocessors, cudaStream_t stream) {
+cudaError_t LaunchFor(const Problem& problem, const Device& device, cudaStream_t stream) {
   static constexpr Candidate kVectors128[] = {Measured<Config<T, 128, 256, Gather::kLanes>>(1.00),
                                               Measured<Config<T, 128, 128, Gather::kLanes>>(0.74),
                                               Measured<Config<T, 128, 64, Gather::kLanes>>(0.65)};
-  static constexpr Candidate kVectors64[] = {Measured<Config<T, 64, 512, Gather::kLanes>>(1.80, 32)};
+  static constexpr Candidate kVectors64[] = {Measured<Config<T, 64, 512, Gather::kLanes>>(1.80, 32),
+                                             Measured<Config<T, 64, 128, Gather::kLanes>>(0.6),
+                                             Measured<Config<T, 64, 64, Gather::kLanes>>(0.4)};
   static constexpr Candidate kBlocks128[] = {Measured<Config<T, 128, 256, Gather::kBoxes>>(1.01),
                                              Measured<Config<T, 64, 256, Gather::kBoxes>>(0.65)};
   static constexpr Candidate kBlocks64[] = {Measured<Config<T, 64, 512, Gather::kBoxes>>(1.11, 32),
                                             Measured<Config<T, 64, 256, Gather::kBoxes>>(0.65)};
   const Geometry& g = problem.geometry;
   const auto run = [&](const auto& candidates) {
-    const Candidate& best = Cheapest(candidates, g, multiprocessors);
-    return best.launch(problem, best.tuning, multiprocessors, stream);
+    const Choice best = Cheapest(candidates, g, device);
+    return best.candidate->launch(problem, best.candidate->tuning, device, best.splits, stream);
   };
   const bool wide = g.bn % 128 == 0;
   if (g.bk >= kMmaDepth) return wide ? run(kBlocks128) : run(kBlocks64);
@@ -170,8 +201,8 @@ cudaError_t BlockWgmmaSpmm(const Problem& problem, cudaStream_t stream) {
   const cudaError_t error = QueryHopper(&device);
   if (error != cudaSuccess) return error;
   if (IsEmpty(g)) return cudaSuccess;
-  return problem.values.dtype == DType::kBF16 ? block::LaunchFor<__nv_bfloat16>(problem, device.multiprocessors, stream)
-                                              : block::LaunchFor<__half>(problem, device.multiprocessors, stream);
+  return problem.values.dtype == DType::kBF16 ? block::LaunchFor<__nv_bfloat16>(problem, device, stream)
+                                              : block::LaunchFor<__half>(problem, device, stream);
 }
 
 }  // namespace nmsparse::cuda

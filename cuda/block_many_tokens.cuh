@@ -30,13 +30,16 @@ namespace nmsparse::cuda::block {
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1) ManyTokens(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(1024) uint8_t storage[];
-  const SharedMap<C> shared{SharedAddress(storage), a.rows, a.slots};
+  const SharedMap<C> shared{SharedAddress(storage), a.rows, a.slots, a.output_bytes};
   const int warpgroup = threadIdx.x / kWarpgroupSize;
   if (threadIdx.x == 0) {
     constexpr int kArrivals = C::kGather == Gather::kBoxes ? 1 : 1 + kWarpgroupSize;
     for (int slot = 0; slot < a.slots; ++slot) {
       BarrierInit(shared.Full(slot), kArrivals);
       BarrierInit(shared.Empty(slot), C::kConsumers * 4);
+    }
+    for (int i = 0; a.splits > 1 && i < C::kConsumers * C::kOutputBarriers; ++i) {
+      BarrierInit(shared.OutputBarriers(0) + i * 8, (a.splits - 1) * 4);
     }
     BarrierInitFence();
   }
@@ -51,16 +54,21 @@ __global__ void __launch_bounds__(C::kThreads, 1) ManyTokens(const __grid_consta
   }
   ProxyFence();
   __syncthreads();
+  if (a.splits > 1) ClusterBarrier();
 
+  const Share share(a);
   if (warpgroup >= C::kConsumers) {
     ReleaseRegisters<C::kProducerRegisters>();
-    Producer<C>(a, shared, lists).Run();
+    Producer<C>(a, shared, share, lists).Run();
   } else {
     ClaimRegisters<C::kConsumerRegisters>();
-    Consumer<C> consumer(a, shared, warpgroup);
-    for (int index = blockIdx.x; index < a.order.tiles; index += gridDim.x) consumer.Run(TileAt<C>(a, index));
+    Consumer<C> consumer(a, shared, share, warpgroup);
+    for (int index = share.first_tile; index < a.order.tiles; index += share.tile_stride) {
+      consumer.Run(TileAt<C>(a, index));
+    }
     consumer.Finish();
   }
+  if (a.splits > 1) ClusterBarrier();  // until then others may write here
 }
 
 }  // namespace nmsparse::cuda::block

@@ -12,17 +12,17 @@ class Consumer {
  public:
   static constexpr int kValues = C::kMmaTokens / 2;  // accumulators of a thread
 
-  __device__ Consumer(const Arguments& a, const SharedMap<C>& shared, int consumer)
+  __device__ Consumer(const Arguments& a, const SharedMap<C>& shared, const Share& share, int consumer)
       : a_(a),
         shared_(shared),
+        steps_(share.steps),
         lane_(threadIdx.x % kWarpSize),
-        output_(a.output, shared.Store(consumer), 1 + consumer) {
+        output_(MakeOutput(a, shared, consumer)) {
     const int out_chunk = C::kOutChunks == 2 ? consumer : 0;
-    const int token_chunk = C::kOutChunks == 2 ? 0 : consumer * (C::kMmaTokens / kChunk);
-    weights_offset_ = out_chunk * shared.ChunkBytes();
-    inputs_offset_ = token_chunk * shared.ChunkBytes();
     out_offset_ = out_chunk * kChunk;
-    token_offset_ = token_chunk * kChunk;
+    token_offset_ = C::kOutChunks == 2 ? 0 : consumer * C::kMmaTokens;
+    weights_offset_ = out_chunk * shared.ChunkBytes();
+    inputs_offset_ = token_offset_ / kChunk * shared.ChunkBytes() + token_offset_ % kChunk * 2;
   }
 
   __device__ void Run(const Tile& tile) {
@@ -33,6 +33,14 @@ class Consumer {
   __device__ void Finish() { output_.Finish(); }
 
  private:
+  __device__ static typename C::Output MakeOutput(const Arguments& a, const SharedMap<C>& shared, int consumer) {
+    if constexpr (C::kSplits) {
+      return {a.output, a.splits, shared.Output(), shared.OutputBarriers(consumer)};
+    } else {
+      return {a.output, shared.Output() + consumer * C::Output::kBytes, 1 + consumer};
+    }
+  }
+
   // Warp by warp: each has read its part of x and seen its own products end.
   __device__ void Release(int slot) {
     if (lane_ == 0) BarrierArrive(shared_.Empty(slot));
@@ -52,7 +60,7 @@ class Consumer {
   __device__ void Reduce(float (&d)[kValues]) {
     const int depths = a_.rows / kMmaDepth;
     int pending = -1;
-    for (int step = 0; step < a_.steps; ++step, at_.Advance(a_.slots)) {
+    for (int step = 0; step < steps_; ++step, at_.Advance(a_.slots)) {
       AwaitSlot(pending);
       if (C::kGather == Gather::kLanes) ProxyFence();
       uint64_t weights = MmaDescriptor(shared_.Weights(at_.slot) + weights_offset_, shared_.ChunkBytes());
@@ -77,7 +85,7 @@ class Consumer {
 
   const Arguments& a_;
   const SharedMap<C> shared_;
-  const int lane_;
+  const int steps_, lane_;
   uint32_t weights_offset_, inputs_offset_;
   int out_offset_, token_offset_;
   RingPosition at_;

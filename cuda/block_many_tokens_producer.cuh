@@ -13,8 +13,13 @@ class Producer {
  public:
   using T = typename C::T;
 
-  __device__ Producer(const Arguments& a, const SharedMap<C>& shared, uint32_t* lists)
-      : a_(a), shared_(shared), lists_(lists), warp_(threadIdx.x / kWarpSize % 4), lane_(threadIdx.x % kWarpSize) {
+  __device__ Producer(const Arguments& a, const SharedMap<C>& shared, const Share& share, uint32_t* lists)
+      : a_(a),
+        shared_(shared),
+        share_(share),
+        lists_(lists),
+        warp_(threadIdx.x / kWarpSize % 4),
+        lane_(threadIdx.x % kWarpSize) {
     // Which unit of which window of a chunk each of this thread's list positions holds: the same for every chunk.
     const int entries_per_window = a.output.geometry.q * a.entries_per_unit;
 #pragma unroll
@@ -30,7 +35,8 @@ class Producer {
   }
 
   __device__ void Run() {
-    index_ = blockIdx.x;
+    index_ = share_.first_tile;
+    listed_window_ = share_.first_window;
     if (index_ >= a_.order.tiles) return;
     listed_ = TileAt<C>(a_, index_);
     LoadWord();
@@ -38,10 +44,10 @@ class Producer {
     NextChunk();
     uint32_t* list = lists_;
     uint32_t* other = lists_ + C::kListEntries;
-    for (int index = blockIdx.x; index < a_.order.tiles; index += gridDim.x) {
+    for (int index = share_.first_tile; index < a_.order.tiles; index += share_.tile_stride) {
       const BlockTile tile = TileAt<C>(a_, index);
-      int steps = a_.steps;
-      for (int window = 0; steps > 0; window += a_.windows_per_chunk) {
+      int steps = share_.steps;
+      for (int window = share_.first_window; steps > 0; window += a_.windows_per_chunk) {
         NamedBarrier(kBarrier, kWarpgroupSize);  // `list` is whole, and nobody reads `other` any more
         if (index_ < a_.order.tiles) {
           ListChunk(other);
@@ -78,9 +84,9 @@ class Producer {
 
   __device__ void NextChunk() {
     listed_window_ += a_.windows_per_chunk;
-    if (listed_window_ >= a_.output.geometry.windows) {
-      listed_window_ = 0;
-      index_ += gridDim.x;
+    if (listed_window_ >= share_.end_window) {
+      listed_window_ = share_.first_window;
+      index_ += share_.tile_stride;
       if (index_ >= a_.order.tiles) return;
       listed_ = TileAt<C>(a_, index_);
     }
@@ -251,12 +257,13 @@ class Producer {
 
   const Arguments& a_;
   const SharedMap<C> shared_;
+  const Share share_;
   uint32_t* const lists_;
   const int warp_, lane_;
   int holds_[kPositions];  // window, rank and row of the unit at this thread's positions of a list, or kNothing
   RingPosition at_;
   // The chunk that will be listed next.
-  int index_ = 0, listed_window_ = 0;
+  int index_, listed_window_;
   BlockTile listed_;
   uint32_t word_ = 0;
 };

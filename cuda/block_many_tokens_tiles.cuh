@@ -3,6 +3,7 @@
 #define JAX_NMSPARSE_CUDA_BLOCK_MANY_TOKENS_TILES_CUH_
 
 #include "cuda/feature_major.cuh"
+#include "cuda/split_output.cuh"
 
 namespace nmsparse::cuda::block {
 
@@ -18,6 +19,8 @@ struct Config {
   static constexpr int kOut = kOut_;
   static constexpr int kTokens = kTokens_;
   static constexpr Gather kGather = kGather_;
+  // Tiles so narrow that few tokens leave multiprocessors idle: a cluster of blocks shares the reduction of a tile.
+  static constexpr bool kSplits = kGather == Gather::kLanes && kTokens <= 128;
   static constexpr int kConsumers = 2;  // warpgroups; a third has no room for its 128 accumulators a thread
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroupSize;
   // Lanes that bring two pieces of a row each spill at 88.
@@ -29,10 +32,12 @@ struct Config {
   static constexpr int kMaxSlots = 16;
   static constexpr int kListEntries = 320;  // of each of the two lists
   static constexpr uint32_t kZero = 1u << 31;
-  using Output = TileOutput<kMmaTokens, 2>;
+  static constexpr int kOutputBarriers = 2;  // of a consumer, where blocks share tiles
+  using Output = std::conditional_t<kSplits, SplitOutput<kMmaTokens>, TileOutput<kMmaTokens, 2>>;
 
   static_assert(kOut == 64 || kOut == 128, "the two consumers split the columns of a tile or its tokens");
-  static_assert(kMmaTokens % kChunk == 0 && kMmaTokens <= 256, "a product spans whole lines and at most 256 tokens");
+  static_assert(kMmaTokens % (kSplits ? kChunk / 2 : kChunk) == 0 && kMmaTokens <= 256,
+                "a product spans at most 256 tokens, and the copy engine takes whole lines of results");
   static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= 3 * 168,
                 "the warpgroups share what the block was launched with, 168 registers a thread");
 
@@ -40,7 +45,7 @@ struct Config {
     return rows * kLineBytes * (kOutChunks + kTokenChunks);
   }
   __host__ __device__ static constexpr int FixedBytes() {
-    return kConsumers * Output::kBytes + 2 * kListEntries * 4 + 2 * kMaxSlots * 8;
+    return 2 * kListEntries * 4 + 2 * kMaxSlots * 8 + kConsumers * kOutputBarriers * 8;
   }
 };
 
@@ -54,7 +59,9 @@ struct Arguments {
   int32_t rows;               // of a stage, a multiple of 16
   int32_t filled_rows;        // the rest stay zero
   int32_t slots;              // of the ring
-  int32_t steps;              // stages of a tile
+  int32_t groups;             // of a tile's stages: the stages of a window, or one stage
+  int32_t splits;             // blocks of a cluster, which share the stages of a tile
+  int32_t output_bytes;       // of shared memory, of both consumers
   int32_t windows_per_stage;  // 1 where a window takes several stages
   int32_t stages_per_window;  // 1 where a stage takes several windows
   int32_t run_rows;           // consecutive rows of x that one unit brings to a stage
@@ -67,6 +74,21 @@ struct Arguments {
   int32_t groups_per_chunk;
   int32_t windows_per_chunk;
   int32_t stages_per_chunk;
+};
+
+// A block's tiles, and its part of the stages of each.
+struct Share {
+  int32_t first_tile, tile_stride;
+  int32_t first_window, end_window, steps;
+
+  __device__ explicit Share(const Arguments& a) : first_tile(blockIdx.x / a.splits), tile_stride(gridDim.x / a.splits) {
+    const int rank = blockIdx.x % a.splits;
+    const auto begin_of = [&](int64_t r) { return static_cast<int32_t>(a.groups * r / a.splits); };
+    const int32_t first = begin_of(rank), end = begin_of(rank + 1);
+    first_window = first * a.windows_per_stage;
+    end_window = end * a.windows_per_stage;
+    steps = (end - first) * a.stages_per_window;
+  }
 };
 
 struct BlockTile : Tile {
@@ -86,16 +108,18 @@ struct SharedMap {
   uint32_t base;
   int rows;
   int slots;
+  int output_bytes;
 
   __device__ uint32_t Weights(int slot) const { return base + slot * C::StageBytes(rows); }
   __device__ uint32_t Inputs(int slot) const { return Weights(slot) + C::kOutChunks * ChunkBytes(); }
   __device__ uint32_t ChunkBytes() const { return rows * kLineBytes; }
-  __device__ uint32_t Store(int consumer) const {
-    return base + slots * C::StageBytes(rows) + consumer * C::Output::kBytes;
-  }
-  __device__ uint32_t Lists() const { return Store(C::kConsumers); }
+  __device__ uint32_t Output() const { return base + slots * C::StageBytes(rows); }
+  __device__ uint32_t Lists() const { return Output() + output_bytes; }
   __device__ uint32_t Full(int slot) const { return Lists() + 2 * C::kListEntries * 4 + slot * 8; }
   __device__ uint32_t Empty(int slot) const { return Full(C::kMaxSlots + slot); }
+  __device__ uint32_t OutputBarriers(int consumer) const {
+    return Full(2 * C::kMaxSlots + consumer * C::kOutputBarriers);
+  }
 };
 
 }  // namespace nmsparse::cuda::block

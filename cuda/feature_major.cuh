@@ -52,6 +52,49 @@ struct OutputArguments {
   Result result;
 };
 
+// Scale and bias of one column of W.
+__device__ __forceinline__ float2 ScaleAndBias(const OutputArguments& a, int batch, int out) {
+  const Geometry& g = a.geometry;
+  float2 result = make_float2(1.0f, 0.0f);
+  if (out >= g.out_features) return result;
+  const int64_t at = batch * g.out_features + out;
+  if (a.epilogue.scales != nullptr) result.x = a.epilogue.scales[at];
+  if (a.epilogue.bias.data != nullptr) result.y = LoadAsFloat(a.epilogue.bias, at);
+  return result;
+}
+
+// A loop over groups of accumulators, so that the code of the activation is there 8 times and not 128: registers
+// cannot be indexed, hence the unrolled selections.
+template <int kValues>
+__device__ __forceinline__ void ApplyActivation(Activation activation, float (&d)[kValues]) {
+  constexpr int kGroup = 8;
+#pragma unroll 1
+  for (int group = 0; group < kValues / kGroup; ++group) {
+    float v[kGroup];
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      if (i / kGroup == group) v[i % kGroup] = d[i];
+    }
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) v[i] = Activate(activation, v[i]);
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      if (i / kGroup == group) d[i] = v[i % kGroup];
+    }
+  }
+}
+
+// Scale, bias and activation of a thread's accumulators, whose columns are `out` and `out` + 8.
+template <int kValues>
+__device__ __forceinline__ void ApplyEpilogue(const OutputArguments& a, float (&d)[kValues], int batch, int out) {
+  if (a.epilogue.scales != nullptr || a.epilogue.bias.data != nullptr) {
+    const float2 affine[2] = {ScaleAndBias(a, batch, out), ScaleAndBias(a, batch, out + 8)};
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) d[i] = fmaf(d[i], affine[i / 2 % 2].x, affine[i / 2 % 2].y);
+  }
+  if (a.epilogue.activation != Activation::kNone) ApplyActivation(a.epilogue.activation, d);
+}
+
 // One consumer warpgroup's part of a tile: 64 columns x kTokens tokens, accumulators as wgmma.cuh states.
 template <int kTokens, int kBuffers>
 class TileOutput {
@@ -72,12 +115,7 @@ class TileOutput {
   // The accumulators are used up.
   __device__ void Send(float (&d)[kValues], int batch, int first_out, int first_token) {
     const int out = first_out + warp_ * 16 + lane_ / 4;
-    if (a_.epilogue.scales != nullptr || a_.epilogue.bias.data != nullptr) {
-      const float2 affine[2] = {ScaleAndBias(batch, out), ScaleAndBias(batch, out + 8)};
-#pragma unroll
-      for (int i = 0; i < kValues; ++i) d[i] = fmaf(d[i], affine[i / 2 % 2].x, affine[i / 2 % 2].y);
-    }
-    if (a_.epilogue.activation != Activation::kNone) ApplyActivation(d);
+    ApplyEpilogue(a_, d, batch, out);
     if (a_.result.dtype == DType::kF32) {
       StoreFloats(d, batch, out, first_token + lane_ % 4 * 2);
     } else if (a_.result.dtype == DType::kF16) {
@@ -93,36 +131,6 @@ class TileOutput {
   }
 
  private:
-  __device__ float2 ScaleAndBias(int batch, int out) const {
-    const Geometry& g = a_.geometry;
-    float2 result = make_float2(1.0f, 0.0f);
-    if (out >= g.out_features) return result;
-    const int64_t at = batch * g.out_features + out;
-    if (a_.epilogue.scales != nullptr) result.x = a_.epilogue.scales[at];
-    if (a_.epilogue.bias.data != nullptr) result.y = LoadAsFloat(a_.epilogue.bias, at);
-    return result;
-  }
-
-  // A loop over groups of accumulators, so that the code of the activation is there 8 times and not 128: registers
-  // cannot be indexed, hence the unrolled selections.
-  __device__ void ApplyActivation(float (&d)[kValues]) {
-    constexpr int kGroup = 8;
-#pragma unroll 1
-    for (int group = 0; group < kValues / kGroup; ++group) {
-      float v[kGroup];
-#pragma unroll
-      for (int i = 0; i < kValues; ++i) {
-        if (i / kGroup == group) v[i % kGroup] = d[i];
-      }
-#pragma unroll
-      for (int i = 0; i < kGroup; ++i) v[i] = Activate(a_.epilogue.activation, v[i]);
-#pragma unroll
-      for (int i = 0; i < kValues; ++i) {
-        if (i / kGroup == group) d[i] = v[i % kGroup];
-      }
-    }
-  }
-
   // A box of results passes through shared memory, one line of 64 tokens per column, swizzled: the eight rows that one
   // stmatrix phase writes fall into different banks. The buffers take turns.
   __device__ uint32_t AwaitBuffer() {

@@ -88,6 +88,37 @@ __device__ __forceinline__ void BarrierArriveAt(uint32_t barrier, int rank) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(Elsewhere(barrier, rank)) : "memory");
 }
 
+// The same, after which the waiter by ClusterBarrierWait sees what the warp has written to its shared memory.
+__device__ __forceinline__ void ClusterBarrierArrive(uint32_t barrier, int rank) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(Elsewhere(barrier, rank))
+               : "memory");
+}
+__device__ __forceinline__ void ClusterBarrierWait(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+// Writes where `address` lies in the block of that rank.
+__device__ __forceinline__ void StoreElsewhere(uint32_t address, int rank, float4 v) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(Elsewhere(address, rank)), "f"(v.x), "f"(v.y),
+               "f"(v.z), "f"(v.w)
+               : "memory");
+}
+__device__ __forceinline__ float4 LoadShared(uint32_t address) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
 // Arrives at barrier `id` without waiting: others wait for it by NamedBarrier of the same number of threads.
 __device__ __forceinline__ void NamedBarrierArrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");

@@ -179,6 +179,14 @@ inline std::vector<Case> Problems(Op op, bool quick) {
       }
     }
   }
+  // Few tokens of so many columns that clusters of blocks, which share the reduction, take several tiles each.
+  for (const Pattern& pattern : {kWidePatterns[0], kWidePatterns[10]}) {
+    Case c;
+    c.pattern = pattern;
+    c.left = c.values = DType::kBF16;
+    c.tokens = 8, c.in_features = 1024, c.out_features = 160 * pattern.bn;
+    if (op == Op::kSpmm && !quick) fill(c), cases.back().offset = 0, cases.back().result = DType::kBF16;
+  }
   // The same for element-wise weights, whole windows of rows and whole 16-byte runs of values.
   for (const Pattern& pattern : kWideElementwise) {
     for (DType dtype : {DType::kBF16, DType::kF16}) {
