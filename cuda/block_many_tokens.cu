@@ -13,9 +13,8 @@ namespace nmsparse::cuda {
 namespace block {
 namespace {
 
-constexpr int kMaxRows = 64;       // of a stage
-constexpr int kMaxWindows = 32;    // of a stage: one mask word per lane
-constexpr double kExchange = 1.5;  // us, of partial sums in a cluster
+constexpr int kMaxRows = 64;     // of a stage
+constexpr int kMaxWindows = 32;  // of a stage: one mask word per lane
 
 int RoundUp(int64_t v, int to) { return static_cast<int>(CeilDiv(v, to) * to); }
 
@@ -107,6 +106,12 @@ int64_t OutputBytes(int splits) {
   }
 }
 
+// Clusters that run at one time.
+template <class C>
+int Clusters(const Device& device, int splits) {
+  return BlocksAtOnce<C>(ManyTokens<C>, device, C::kThreads, kHopperSharedBytes, splits) / splits;
+}
+
 // Blocks of a cluster: at most one per group of stages.
 template <class C>
 cudaError_t LaunchTiles(const Problem& problem, const Tuning& tuning, const Device& device, int splits,
@@ -128,22 +133,37 @@ cudaError_t LaunchTiles(const Problem& problem, const Tuning& tuning, const Devi
   error = EncodeMaps<C>(problem, &a);
   if (error != cudaSuccess) return error;
   const int bytes = a.slots * C::StageBytes(a.rows) + fixed;
-  const int clusters = BlocksAtOnce<C>(ManyTokens<C>, device, C::kThreads, kHopperSharedBytes, a.splits) / a.splits;
-  return LaunchInClusters(ManyTokens<C>, std::min(a.order.tiles, clusters) * a.splits, C::kThreads, bytes, a.splits,
-                          stream, a);
+  const int clusters = std::min(a.order.tiles, Clusters<C>(device, a.splits));
+  return LaunchInClusters(ManyTokens<C>, clusters * a.splits, C::kThreads, bytes, a.splits, stream, a);
 }
+
+// What a tile costs while all multiprocessors work, in us on an H200.
+struct Costs {
+  double rows;      // of 64 kept rows
+  double window;    // of a window's mask
+  double fixed;     // of a call
+  double exchange;  // of partial sums in a cluster
+};
 
 struct Candidate {
   cudaError_t (*launch)(const Problem&, const Tuning&, const Device&, int splits, cudaStream_t);
+  int (*clusters)(const Device&, int splits);
   Tuning tuning;
   int out, tokens;  // of a tile
   bool splits;      // whether a cluster may share a tile
-  double us;        // per 64 kept rows of one tile while all multiprocessors work, H200
+  Costs us;
+
+  double Cost(const Geometry& g, const Device& device, int blocks) const {
+    const int64_t tiles = g.batch * CeilDiv(g.out_features, out) * CeilDiv(g.tokens, tokens);
+    const double rounds = static_cast<double>(CeilDiv(tiles, clusters(device, blocks)));
+    const double windows = static_cast<double>(g.windows), stages = windows * g.q * g.bk / 64;
+    return us.fixed + rounds * ((stages * us.rows + windows * us.window) / blocks + (blocks > 1 ? us.exchange : 0.0));
+  }
 };
 
 template <class C>
-constexpr Candidate Measured(double us, int max_rows = kMaxRows) {
-  return {LaunchTiles<C>, {max_rows}, C::kOut, C::kTokens, C::kSplits, us};
+constexpr Candidate Measured(Costs us, int max_rows = kMaxRows) {
+  return {LaunchTiles<C>, Clusters<C>, {max_rows}, C::kOut, C::kTokens, C::kSplits, us};
 }
 
 struct Choice {
@@ -151,36 +171,34 @@ struct Choice {
   int splits;
 };
 
-// The candidate whose rounds over the multiprocessors cost least.
+// The candidate that costs least.
 template <size_t kCount>
 Choice Cheapest(const Candidate (&candidates)[kCount], const Geometry& g, const Device& device) {
   Choice best{};
   double least = 0;
   for (const Candidate& c : candidates) {
-    const int64_t tiles = g.batch * CeilDiv(g.out_features, c.out) * CeilDiv(g.tokens, c.tokens);
-    const double stages = g.windows * g.q * g.bk / 64.0;
     for (int splits = 1; splits <= (c.splits ? kMaxSplits : 1); ++splits) {
-      const double rounds = static_cast<double>(CeilDiv(tiles * splits, device.multiprocessors / splits * splits));
-      const double cost = rounds * (stages / splits * c.us + (splits > 1 ? kExchange : 0.0));
+      const double cost = c.Cost(g, device, splits);
       if (best.candidate == nullptr || cost < least) best = {&c, splits}, least = cost;
     }
   }
   return best;
 }
 
-// Measured with version 5: lanes, 128 x 256 (14336 x 4096, 16:32). The others are those of version 4.
+// Tiles that split: fitted to a sweep of splits, tokens, densities and shapes (version 6; within 0.3 % of the fastest
+// in the mean). 128 x 256, lanes: version 5, the others: version 4, both by the rows of a tile alone.
 template <class T>
 cudaError_t LaunchFor(const Problem& problem, const Device& device, cudaStream_t stream) {
-  static constexpr Candidate kVectors128[] = {Measured<Config<T, 128, 256, Gather::kLanes>>(1.00),
-                                              Measured<Config<T, 128, 128, Gather::kLanes>>(0.74),
-                                              Measured<Config<T, 128, 64, Gather::kLanes>>(0.65)};
-  static constexpr Candidate kVectors64[] = {Measured<Config<T, 64, 512, Gather::kLanes>>(1.80, 32),
-                                             Measured<Config<T, 64, 128, Gather::kLanes>>(0.6),
-                                             Measured<Config<T, 64, 64, Gather::kLanes>>(0.4)};
-  static constexpr Candidate kBlocks128[] = {Measured<Config<T, 128, 256, Gather::kBoxes>>(1.01),
-                                             Measured<Config<T, 64, 256, Gather::kBoxes>>(0.65)};
-  static constexpr Candidate kBlocks64[] = {Measured<Config<T, 64, 512, Gather::kBoxes>>(1.11, 32),
-                                            Measured<Config<T, 64, 256, Gather::kBoxes>>(0.65)};
+  static constexpr Candidate kVectors128[] = {Measured<Config<T, 128, 256, Gather::kLanes>>({1.00, 0.013, 7.0, 0}),
+                                              Measured<Config<T, 128, 128, Gather::kLanes>>({0.56, 0.0165, 6.6, 5.8}),
+                                              Measured<Config<T, 128, 64, Gather::kLanes>>({0.48, 0.0114, 5.3, 3.9})};
+  static constexpr Candidate kVectors64[] = {Measured<Config<T, 64, 512, Gather::kLanes>>({1.80, 0.013, 7.0, 0}, 32),
+                                             Measured<Config<T, 64, 128, Gather::kLanes>>({0.47, 0.0133, 6.7, 3.1}),
+                                             Measured<Config<T, 64, 64, Gather::kLanes>>({0.40, 0.0134, 5.8, 2.6})};
+  static constexpr Candidate kBlocks128[] = {Measured<Config<T, 128, 256, Gather::kBoxes>>({1.01, 0, 0, 0}),
+                                             Measured<Config<T, 64, 256, Gather::kBoxes>>({0.65, 0, 0, 0})};
+  static constexpr Candidate kBlocks64[] = {Measured<Config<T, 64, 512, Gather::kBoxes>>({1.11, 0, 0, 0}, 32),
+                                            Measured<Config<T, 64, 256, Gather::kBoxes>>({0.65, 0, 0, 0})};
   const Geometry& g = problem.geometry;
   const auto run = [&](const auto& candidates) {
     const Choice best = Cheapest(candidates, g, device);
