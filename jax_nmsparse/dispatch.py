@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import math
 from collections.abc import Iterator
 
 from jax import export
@@ -156,6 +157,23 @@ decides for many tokens where it was not measured itself."""
 _MANY_TOKENS = 64
 
 
+_TRANSPOSES_US = 4.0
+"""Assumed time in which XLA transposes the small x and y of a feature-major kernel, a launch each. A chain of such
+kernels does not pay it, but a single call does."""
+_FEW_TOKENS = 256
+
+
+def _bound(times: dict[str, float], names: tuple[str, ...], points: list[tuning.Measurement], tokens: int) -> None:
+    """Adds what other numbers of tokens of the same weight say of the names without a time.
+
+    A call does no worse than one of more tokens, nor than as many calls of fewer tokens as it takes.
+    """
+    for name in names:
+        bounds = [p.times_us[name] * math.ceil(max(1, tokens) / p.tokens) for p in points if name in p.times_us]
+        if name not in times and bounds:
+            times[name] = min(bounds)
+
+
 def _fastest(call: Call, implementation: str, names: tuple[str, ...]) -> tuple[str | None, str]:
     """What was fastest of these at the nearest point that was measured, and why."""
     layout = call.layout
@@ -173,11 +191,11 @@ def _fastest(call: Call, implementation: str, names: tuple[str, ...]) -> tuple[s
     for point in points:
         times = {name: point.times_us[name] for name in names if name in point.times_us}
         if times:
-            # More tokens take no less time, so a kernel that was measured there alone is bounded by that.
-            bounds = [p.times_us for p in points if p.tokens >= call.tokens and p.is_weight_of(point)]
-            for name in names:
-                if name not in times and (bound := next((b for b in bounds if name in b), None)) is not None:
-                    times[name] = bound[name]
+            _bound(times, names, [p for p in points if p.is_weight_of(point)], call.tokens)
+        if call.tokens < _FEW_TOKENS:
+            for name in times:
+                if any(k.name == name and k.feature_major for k in KERNELS):
+                    times[name] += _TRANSPOSES_US
         if "dense" in times:
             elements = call.batch * layout.in_features * layout.out_features
             times["dense"] += tuning.expansion_us(implementation, layout.pattern, elements)
