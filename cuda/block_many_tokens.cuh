@@ -12,13 +12,15 @@
 // Ownership. A block (one per multiprocessor, persistent) owns a tile of kOut columns x kTokens tokens at a time. Two
 //   consumer warpgroups own 64 columns x kMmaTokens tokens of it each, in registers. The producer warpgroup copies the
 //   weights (one thread of a warp, by turns) and gathers x by the units kept, which it lists from the mask words a
-//   chunk of windows ahead.
-// Shared memory (bytes): ring of slots x rows x 128 x (kOutChunks + kTokenChunks), weights first; 2 x 2 x 8192 for
-//   results on their way out; 2 x 320 x 4 lists of rows; 2 x 16 x 8 barriers.
+//   chunk of windows ahead. Tiles of at most 128 tokens may belong to a cluster of `splits` blocks, each of which takes
+//   a run of the stages; split_output.cuh adds their sums.
+// Shared memory (bytes): ring of slots x rows x 128 x (kOutChunks + kTokenChunks), weights first; results on their way
+//   out, 2 x 2 x 8192, or SplitOutput::Bytes of partial sums; 2 x 320 x 4 lists of rows; 2 x 16 x 8 barriers, and 2 x 2
+//   x 8 of partial sums.
 // Synchronisation. full[slot]: weights and x of the slot have landed (bytes of the copy engine, and with lanes the
 //   arrival of every producer thread's copies). empty[slot]: all eight consumer warps are done with it. Named barriers:
-//   1 and 2, a consumer and its store buffers; 3, the producers and their two lists. Stores of y are asynchronous: they
-//   overlap the next tile, whose first stages are loaded meanwhile.
+//   1 and 2, a consumer and its store buffers; 3, the producers and their two lists. Stores of y overlap
+//   the next tile, whose first stages are loaded meanwhile. Blocks of a cluster start and end together.
 #ifndef JAX_NMSPARSE_CUDA_BLOCK_MANY_TOKENS_CUH_
 #define JAX_NMSPARSE_CUDA_BLOCK_MANY_TOKENS_CUH_
 
