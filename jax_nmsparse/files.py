@@ -44,6 +44,17 @@ def _safetensors() -> Any:
     return safetensors
 
 
+def check_target(op: str, path: str | os.PathLike) -> None:
+    """Raises where no file can appear, or something that is no file would be replaced."""
+    path = pathlib.Path(path)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{op}: there is no directory {path.parent}")
+    if path.is_dir():
+        raise IsADirectoryError(f"{op}: {path} is a directory, expected the name of a file")
+    if path.exists() and not path.is_file():
+        raise FileExistsError(f"{op}: {path} is no regular file, which would be replaced; choose another name")
+
+
 class Reader:
     """An open file: names, what is under them, and the arrays one at a time. A context manager.
 
@@ -140,8 +151,13 @@ def write(
       path: Where to write.
       leaves: Names and arrays or `NMSparse` weights, taken one at a time.
       metadata: More texts for the metadata of the file.
+
+    Raises:
+      OSError: Where path cannot become a file, before anything is taken.
+      ValueError: For a name that occurs twice.
     """
     safetensors = _safetensors()
+    check_target("save", path)
     tensors: dict[str, np.ndarray] = {}
     weights: dict[str, dict[str, Any]] = {}
     dtypes: dict[str, str] = {}

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_nmsparse import ops
+from jax_nmsparse import dispatch, ops, reference
 from jax_nmsparse.array import NMSparse, check_pattern
 from jax_nmsparse.description import Description
 from jax_nmsparse.pattern import NMPattern
@@ -26,6 +26,16 @@ def pack(
     pattern = check_pattern("from_dense", pattern)
     w = NMSparse.fromdense(kernel, pattern) if exact else prune(kernel, pattern, scores=scores)
     return w if values_dtype is None else quantize(w, values_dtype)
+
+
+def check_options(layer: str, activation: Any, implementation: Any) -> None:
+    """Raises for what no call of the layer could do."""
+    for name, given, known in (
+        ("activation", activation, reference.ACTIVATIONS),
+        ("implementation", implementation, dispatch.IMPLEMENTATIONS),
+    ):
+        if given is not None and given not in known:
+            raise ValueError(f"{layer}: {name} is {given!r}, expected None or one of {', '.join(known)}")
 
 
 def check_weight(w: Any) -> None:

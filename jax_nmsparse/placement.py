@@ -136,6 +136,10 @@ def padded_shape(
       pattern: The pattern, or a string.
       mesh, spec: How the dense weight will be split; without them for one part.
 
+    Raises:
+      ValueError, TypeError: For a shape of fewer than two axes, a spec that is too long or names an axis that the mesh
+        does not have, or one without a mesh.
+
     Example:
       >>> import jax
       >>> from jax_nmsparse.placement import padded_shape
@@ -143,12 +147,32 @@ def padded_shape(
       (128, 384)
     """
     pattern = check_pattern("padded_shape", pattern)
+    if len(shape) < 2:
+        raise ValueError(f"padded_shape: the shape is {tuple(shape)}, expected (..., in_features, out_features)")
     *lead, in_features, out_features = shape
-    rows, columns = ((), ()) if spec is None else padded_spec(spec, len(shape))[-2:]
+    rows, columns = ((), ()) if spec is None else _split(mesh, spec, len(shape))
     layout = Layout(pattern, in_features, out_features)
     unit_in = layout.rows_per_window * (parts_of(mesh, rows) if rows else 1)
     unit_out = layout.bn * (parts_of(mesh, columns) if columns else 1)
     return (*lead, -(-in_features // unit_in) * unit_in, -(-out_features // unit_out) * unit_out)
+
+
+def _split(mesh: Any, spec: Any, ndim: int) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes of in_features and of out_features."""
+    if mesh is None:
+        raise TypeError("padded_shape: spec is given and mesh is None, expected the mesh whose axes spec names")
+    if not isinstance(spec, PartitionSpec):
+        raise TypeError(f"padded_shape: spec is a {type(spec).__name__}, expected a PartitionSpec of the dense weight")
+    if len(spec) > ndim:
+        raise ValueError(f"padded_shape: spec {spec} has {len(spec)} entries, expected at most {ndim} (= axes)")
+    entries = padded_spec(spec, ndim)
+    for axis in (a for entry in entries for a in entry):
+        if axis not in mesh.axis_names:
+            raise ValueError(
+                f"padded_shape: spec {spec} names the mesh axis {axis!r}, expected one of "
+                f"{', '.join(map(repr, mesh.axis_names))}"
+            )
+    return entries[-2:]
 
 
 def pad(dense: ArrayLike, pattern: NMPattern | str, mesh: Any = None, spec: PartitionSpec | None = None) -> jax.Array:

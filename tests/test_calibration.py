@@ -1,6 +1,7 @@
 """Statistics of inputs, and gathering them by running a user's function with linen and NNX models."""
 
 import functools
+import re
 from typing import Any
 
 import flax.linen as nn
@@ -141,6 +142,22 @@ def test_where_applies_to_layers_that_read_the_tokens(rng):
     found = calibrate(lambda v, b: net.apply(v, *b), variables, [(x, where)], where=lambda b: b[1])
     assert {name: int(s.tokens) for name, s in found.items()} == {"tokens": 5, "heads": 5, "each_head": 10, "pooled": 2}
     assert_counts(found["tokens"], x[where])
+
+
+@pytest.mark.parametrize("shape", [(2, 5), (4, 2), (2, 4, 8), (3,)])
+def test_where_that_fits_no_layer_is_refused(rng, shape):
+    net, x = nn.Dense(2, name="up"), oracle.normal(rng, (2, 4, 8))
+    variables = net.init(jax.random.key(0), x)
+    with pytest.raises(ValueError, match=f"where gives an array of shape {re.escape(str(shape))}, .* reads .2, 4, 8.;"):
+        calibrate(net.apply, variables, [x], where=lambda _: jnp.ones(shape, bool))
+
+
+def test_where_may_be_a_list_or_numpy(rng):
+    net, x = nn.Dense(2), oracle.normal(rng, (2, 4, 8))
+    variables, where = net.init(jax.random.key(0), x), [[1, 1, 0, 0], [1, 1, 1, 0]]
+    for given in (where, np.array(where, bool)):
+        (found,) = calibrate(net.apply, variables, [x], where=lambda _, given=given: given).values()
+        assert_counts(found, x[np.array(where, bool)])
 
 
 def test_a_subclass_that_calls_its_base_counts_once(rng):

@@ -15,6 +15,7 @@ from flax import nnx
 
 import jax_nmsparse as nms
 from jax_nmsparse import checkpoint, cli
+from jax_nmsparse import files as files_module
 from jax_nmsparse.commands import bench
 from jax_nmsparse.nnx import NMSparseLinear
 
@@ -118,6 +119,10 @@ def test_layout_of_the_axes(tmp_path, rng):
         (("{in}", "{out}", "--pattern=2:4", "--method=wanda"), "needs statistics of what model.layers.0.down reads"),
         (("{in}", "{in}", "--pattern=2:4"), "exists already; --force replaces it"),
         (("{in}", "{dir}/no/out", "--pattern=2:4"), "there is no directory"),
+        (("{in}", "{dir}", "--pattern=2:4", "--force"), "is a directory, expected the name of a file"),
+        (("{in}", ".", "--pattern=2:4"), ". is a directory, expected the name of a file"),
+        (("{in}", "/dev/null", "--pattern=2:4", "--force"), "/dev/null is no regular file"),
+        (("{in}", "{out}", "--pattern=2:4", "--dtype=float64"), "asks for float64, which needs 64-bit types; set JAX"),
         (
             ("{in}", "{out}", "--pattern=2:4", "--statistics={in}"),
             "expected LAYER.tokens, LAYER.squares and LAYER.gram",
@@ -132,6 +137,23 @@ def test_errors_are_said_and_nothing_is_written(model, tmp_path, capsys, argumen
     assert run("prune", *(argument.format(**names) for argument in arguments), "--quiet") == 1
     assert message in capsys.readouterr().err
     assert (files(tmp_path), path.read_bytes()) == before
+
+
+def test_an_output_that_cannot_be_is_refused_before_any_work(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("jax_nmsparse.commands.prune.Reader", None)
+    assert run("prune", model[0], tmp_path, "--pattern", "2:4", "--force") == 1
+    assert "is a directory" in capsys.readouterr().err
+    taken: list[str] = []
+    with pytest.raises(IsADirectoryError, match="save: .* is a directory"):
+        files_module.write(tmp_path, (taken.append(name) for name in "a"))
+    assert not taken
+
+
+def test_float64_is_written_as_such(model, tmp_path, x64, capsys):
+    out = tmp_path / "out.safetensors"
+    assert run("prune", model[0], out, "--pattern=2:4", "--include=up", "--dtype=float64", "--quiet") == 0
+    w = checkpoint.load(out)["model"]["layers"]["0"]["up"]["weight"]
+    oracle.assert_same_bits(w, nms.prune(model[1]["model.layers.0.up.weight"].T, "2:4").astype(jnp.float64))
 
 
 def test_nothing_is_half_written(model, tmp_path, monkeypatch, capsys):

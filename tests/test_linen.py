@@ -100,7 +100,7 @@ def test_activation_and_implementation(rng):
         layer = layer.clone(activation=activation, implementation=implementation)
         want = oracle.spmm(x, layer.bind(variables).weight(), activation=activation)
         oracle.assert_close(jax.jit(layer.apply)(variables, x), want, depth=40)
-    with pytest.raises(ValueError, match="activation is 'tanh'"):
+    with pytest.raises(ValueError, match="NMSparseDense: activation is 'tanh'"):
         layer.clone(activation="tanh").apply(variables, x)
 
 

@@ -125,6 +125,19 @@ def test_attention_of_flax_runs_with_sparse_projections(rng):
     oracle.assert_close(got, attention(x), depth=256)
 
 
+@pytest.mark.parametrize("options", [{"activation": "tanh"}, {"implementation": "gpu"}])
+def test_unknown_options_raise_at_construction(options):
+    ((name, given),) = options.items()
+    for make in (
+        lambda: NMSparseLinear(8, 4, pattern="2:4", rngs=nnx.Rngs(0), **options),
+        lambda: NMSparseLinearGeneral(8, (2, 2), pattern="2:4", rngs=nnx.Rngs(0), **options),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"NMSparseLinear(General)?: {name} is '{given}', expected None or one of"
+        ):
+            make()
+
+
 def test_general_says_what_does_not_fit():
     layer = NMSparseLinearGeneral((4, 6), 7, axis=(-2, -1), pattern="2:4", rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"x has sizes \(6, 4\) along axes \(1, 2\), expected \(4, 6\)"):

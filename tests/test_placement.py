@@ -81,6 +81,27 @@ def test_errors(rng, mesh):
         placement.sharding_rules(mesh, P("mlp"), {"mlp": "model"})
 
 
+def test_padding_errors(mesh):
+    dense = jnp.ones((40, 8))
+    for call, error, message in (
+        (
+            lambda: placement.pad(dense, "2:4", mesh, P("model")),
+            ValueError,
+            "names the mesh axis 'model', expected one",
+        ),
+        (
+            lambda: placement.pad(dense, "2:4", mesh, P(None, None, "data")),
+            ValueError,
+            "has 3 entries, expected at most 2",
+        ),
+        (lambda: placement.pad(dense, "2:4", None, P("data")), TypeError, "spec is given and mesh is None"),
+        (lambda: placement.pad(dense, "2:4", mesh, ("data",)), TypeError, "spec is a tuple, expected a PartitionSpec"),
+        (lambda: placement.pad(dense[0], "2:4"), ValueError, r"the shape is \(8,\), expected \(..., in_features"),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+
+
 def test_padding_gives_every_device_whole_windows(rng, mesh):
     """A padded MLP computes what the ragged one does."""
     up, down = oracle.normal(rng, (100, 70)), oracle.normal(rng, (70, 50))

@@ -14,7 +14,7 @@ import numpy as np
 from jax_nmsparse.array import VALUE_DTYPES
 from jax_nmsparse.conversion import Report, Rule
 from jax_nmsparse.conversion.kernels import Candidate, Job, each, plan
-from jax_nmsparse.files import Reader, write
+from jax_nmsparse.files import Reader, check_target, write
 from jax_nmsparse.pruning import Statistics
 from jax_nmsparse.pruning.one_shot import METHODS
 from jax_nmsparse.tables import amount, show
@@ -69,10 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     output = pathlib.Path(arguments.output)
+    check_target("prune", output)
     if output.exists() and not arguments.force:
         raise FileExistsError(f"prune: {output} exists already; --force replaces it")
-    if not output.parent.is_dir():
-        raise FileNotFoundError(f"prune: there is no directory {output.parent}")
     with Reader(arguments.input) as reader:
         candidates = list(_candidates(reader, arguments.layout))
         rules = _rules(arguments, [candidate.name for candidate in candidates])
@@ -111,7 +110,8 @@ def _candidates(reader: Reader, layout: str) -> Iterator[Candidate]:
         transposed = layout == "out-in" or (layout == "auto" and leaf in ("weight", "embedding"))
         narrowed = dtype == "float64" and not jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
         problem = "float64 needs 64-bit types; set JAX_ENABLE_X64=1" if narrowed else ""
-        yield _Named(path, leaf, transposed, shape, dtype, 1, 0, lambda name=name: reader.read(name), problem)
+        take = lambda name=name: reader.read(name)  # noqa: E731
+        yield _Named(path, leaf, transposed, shape, dtype, contracted=1, stacked=0, take=take, problem=problem)
 
 
 class _Named(Candidate):

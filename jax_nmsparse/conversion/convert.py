@@ -32,12 +32,22 @@ def sparsify(
         {"attention": None, "mlp/(up|down)/kernel": "8:32", "embedding$": "2:4", "kernel$": Rule("2:4", dtype="int8")}
 
     A pattern instead of rules means all kernels. Embedding tables become `NMSparseEmbed`, whose groups run along the
-    features.
+    features. A key of a tree that is no string counts as its text; one that contains "/" reads like nested ones.
 
     Memory: layers are converted one after the other, and each dense kernel is let go of before the next. An NNX module
     is changed in place, so its kernels are free as soon as nobody else holds them. A linen tree belongs to the caller
     and holds its kernels; donate deletes each one when it has been packed, so that at most one layer is in memory twice
     (the tree is of no use afterwards). Arrays of NumPy cannot be deleted.
+
+    All or nothing: rules, masks, statistics, places in the model and, for "sparsegpt" and quantised values, the numbers
+    themselves (finite weights, an H that can be factorised) are checked for every layer before the first is changed.
+    What can still fail half-way is what nobody can foresee: no memory, an interrupt, numbers that overflow in the
+    updates of SparseGPT. An NNX module then has sparse layers up to there and dense ones after; without donate a linen
+    tree is as it was.
+
+    While tracing (`jax.jit`, `jax.eval_shape`; `nnx.jit`, `nnx.eval_shape`) it works too: return the model alone, since
+    a report is no JAX type. Errors of layers are None then, nothing is deleted, and what depends on numbers is not
+    checked; so ``jax.eval_shape(lambda tree: sparsify(tree, rules)[0], tree)`` says what a checkpoint is restored into.
 
     Args:
       model: Parameters or variables of a linen model (nested mappings; `nn.Partitioned` boxes are taken off), or an
@@ -59,9 +69,10 @@ def sparsify(
       replaced (another one only where the model itself is a single layer).
 
     Raises:
-      ValueError, TypeError: For a rule that matches nothing or cannot be followed, missing statistics, masks of another
-        shape or dtype or of no sparse layer, before anything was changed. For a mask that keeps more than its pattern,
-        or as `prune`, naming the layer: layers before it are converted then, and with donate their kernels are gone.
+      ValueError, TypeError: For a rule that matches nothing or cannot be followed, missing statistics or some that do
+        not fit, masks of another shape or dtype, of no sparse layer, or that keep more than their pattern, and as
+        `prune` and `quantize`, naming the layer, before anything was changed; see above. For a traced mask, and for
+        leaves that are no arrays.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp, jax_nmsparse as nms

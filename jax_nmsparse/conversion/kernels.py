@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,12 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from jax_nmsparse import axes
 from jax_nmsparse.array import VALUE_DTYPES, NMSparse
 from jax_nmsparse.conversion.report import LayerReport
 from jax_nmsparse.conversion.rules import Matcher, Rule, check_method
 from jax_nmsparse.pruning import Statistics, prune
+from jax_nmsparse.pruning.one_shot import check_inputs, check_second_order
 from jax_nmsparse.quantization import quantize
 from jax_nmsparse.tables import track
 
@@ -32,7 +35,9 @@ class Candidate:
       transposed: Whether the contracted axis is the last one.
       shape, dtype: Of the kernel.
       contracted, stacked: As in `Rule`; None where only a rule can tell.
-      take: Gives the kernel.
+      take: Gives the kernel, for the last time.
+      place: Where the caller finds the layer again.
+      peek: Gives the kernel beforehand, where the model is changed by its conversion.
       problem: Why the layer cannot be converted.
     """
 
@@ -44,6 +49,8 @@ class Candidate:
     contracted: int | None
     stacked: int
     take: Callable[[], Any]
+    place: Any = None
+    peek: Callable[[], Any] | None = None
     problem: str = ""
 
     @property
@@ -89,6 +96,29 @@ class Job:
             return jnp.swapaxes(array, -1, -2)
         return axes.fold_kernel(self.candidate.name, array, self.candidate.stacked, self.candidate.contracted or 1)[0]
 
+    def check(self) -> None:
+        """Raises what `run` would raise."""
+        with self._named():
+            if self.mask is not None:
+                # A mask that is known while the kernel is traced can be checked all the same.
+                with jax.ensure_compile_time_eval():
+                    NMSparse.fromdense(self.fold(jnp.asarray(self.mask) != 0).astype(jnp.int8), self._pattern)
+            if self.inputs is not None:
+                shape = jax.eval_shape(
+                    self.fold, jax.ShapeDtypeStruct(self.candidate.shape, self.candidate.dtype)
+                ).shape
+                check_inputs(self.method, shape, self.candidate.dtype, self.inputs)
+            second_order, quantised = self.method == "sparsegpt", self.rule.values_dtype is not None
+            if self.candidate.peek is None or not (second_order or quantised):
+                return
+            dense = self.fold(jnp.asarray(self.candidate.peek()))
+            if isinstance(dense, Tracer):
+                return
+            if second_order:
+                check_second_order(dense, self.inputs, self.rule.damping)
+            elif not bool(jnp.all(jnp.isfinite(dense.astype(jnp.float32)))):
+                raise ValueError("the kernel holds NaN or Inf (in float32), which cannot be quantised")
+
     def run(self, *, donate: bool) -> tuple[NMSparse, LayerReport]:
         """Takes the kernel and packs it.
 
@@ -96,16 +126,14 @@ class Job:
           donate: Delete the kernel's buffer, whoever else refers to it.
         """
         kernel = self.candidate.take()
-        try:
+        with self._named():
             dense = self.fold(jnp.asarray(kernel))
             w = self._pack(dense)
             errors = _errors(dense, w, None if self.inputs is None else self.inputs.gram)
-        except (ValueError, TypeError) as error:
-            kind = TypeError if isinstance(error, TypeError) else ValueError
-            raise kind(f"sparsify: {self.candidate.name}: {error}") from error
+        traced = isinstance(errors[0], Tracer)
         # Not before both are computed: deleting a buffer that is still read would wait anyway.
-        weight_error, output_error = (None if e is None else float(e) for e in errors)
-        if donate and isinstance(kernel, jax.Array):
+        weight_error, output_error = (None if traced or e is None else float(e) for e in errors)
+        if donate and isinstance(kernel, jax.Array) and not traced:
             kernel.delete()
         report = LayerReport(
             self.candidate.path,
@@ -115,21 +143,32 @@ class Job:
             jnp.dtype(w.dtype).name,
             self.candidate.nbytes,
             w.nbytes,
-            weight_error or 0.0,
+            weight_error,
             output_error,
         )
         return w, report
 
+    @property
+    def _pattern(self) -> Any:
+        return self.rule.pattern
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """Errors say which kernel they are about."""
+        try:
+            yield
+        except (ValueError, TypeError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"sparsify: {self.candidate.name}: {error}") from error
+
     def _pack(self, dense: jax.Array) -> NMSparse:
-        pattern: Any = self.rule.pattern
         if self.method == "mask":
             mask = self.fold(jnp.asarray(self.mask) != 0)
-            # Raises where the mask keeps more than the pattern; groups where it keeps less are filled with zeros.
-            NMSparse.fromdense(mask.astype(jnp.int8), pattern)
-            w = prune(jnp.where(mask, dense, 0), pattern, scores=mask)
+            # Groups of which the mask keeps less than n are filled with zeros.
+            w = prune(jnp.where(mask, dense, 0), self._pattern, scores=mask)
         else:
             inputs = None if self.method == "magnitude" else self.inputs
-            w = prune(dense, pattern, method=self.method, inputs=inputs, damping=self.rule.damping)
+            w = prune(dense, self._pattern, method=self.method, inputs=inputs, damping=self.rule.damping)
         if self.rule.values_dtype is not None:
             return quantize(w, self.rule.values_dtype)
         return w if self.rule.dtype is None else w.astype(self.rule.dtype)
@@ -137,20 +176,32 @@ class Job:
 
 @jax.jit
 def _errors(dense: jax.Array, w: NMSparse, gram: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-    """Relative errors of the weight, and of its products with the inputs whose ``x^T x`` is gram."""
+    """Relative errors of the weight, and of its products with the inputs whose ``x^T x`` is gram.
+
+    All are divided by their largest number first, so that no square overflows or vanishes; NaN and Inf give NaN.
+    """
     dtype = jnp.promote_types(dense.dtype, jnp.float32)
-    dense = dense.astype(dtype)
-    delta = dense - w.todense().astype(dtype)
+
+    def largest(x: jax.Array) -> jax.Array:
+        peak = jnp.max(jnp.abs(x), initial=0)
+        return jnp.where(peak == 0, 1, peak)
+
+    dense, stored = dense.astype(dtype), w.todense().astype(dtype)
+    scale = largest(dense)
+    dense = dense / scale
+    delta = dense - stored / scale
 
     def relative(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
-        return jnp.sqrt(jnp.where(denominator > 0, jnp.maximum(numerator, 0) / denominator, 0))
+        # Rounding may take a sum that is zero below it.
+        return jnp.sqrt(jnp.where(numerator <= 0, 0, numerator / jnp.maximum(denominator, 0)))
 
     weight = relative(jnp.sum(jnp.square(delta)), jnp.sum(jnp.square(dense)))
     if gram is None:
         return weight, None
+    gram = gram.astype(dtype) / largest(gram.astype(dtype))
 
     def energy(kernel: jax.Array) -> jax.Array:
-        return jnp.sum(kernel * jnp.matmul(gram.astype(dtype), kernel, precision=lax.Precision.HIGHEST))
+        return jnp.sum(kernel * jnp.matmul(gram, kernel, precision=lax.Precision.HIGHEST))
 
     return weight, relative(energy(delta), energy(dense))
 
@@ -206,12 +257,25 @@ def plan(
         else:
             steps.append(_job(candidate, rule, rule.method or method, flat_statistics, flat_masks))
     matcher.check_all_used(candidate.name for candidate in candidates)
+    _check_names(step.candidate.name for step in steps if isinstance(step, Job))
     pruned = {name for step in steps if isinstance(step, Job) for name in (step.candidate.name, step.candidate.path)}
     if unused := sorted(flat_masks.keys() - pruned):
         raise ValueError(
             f"sparsify: masks holds {', '.join(unused)}, where no layer is made sparse; leave it out, or set it to None"
         )
+    for step in steps:
+        if isinstance(step, Job):
+            step.check()
     return steps
+
+
+def _check_names(names: Iterable[str]) -> None:
+    twice = [name for name, count in collections.Counter(names).items() if count > 1]
+    if twice:
+        raise ValueError(
+            f"sparsify: two layers have the path {twice[0]}, so no rule, mask or statistics can tell them apart; "
+            "rename one of them (a name that contains '/' reads like nested ones)"
+        )
 
 
 def _flat_masks(masks: Any) -> dict[str, Any]:
@@ -254,6 +318,11 @@ def _resolved(candidate: Candidate, rule: Rule) -> Candidate:
         names = ", ".join(dtype.name for dtype in VALUE_DTYPES)
         raise TypeError(
             f"sparsify: {candidate.name} has dtype {jnp.dtype(candidate.dtype).name}, supported are {names}"
+        )
+    asked = rule.dtype is not None and jnp.dtype(rule.dtype) == jnp.float64
+    if asked and jax.dtypes.canonicalize_dtype(jnp.float64) != jnp.float64:
+        raise ValueError(
+            f"sparsify: the rule of {candidate.name} asks for float64, which needs 64-bit types; set JAX_ENABLE_X64=1"
         )
     if candidate.contracted is not None:
         return candidate

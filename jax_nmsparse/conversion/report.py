@@ -19,8 +19,10 @@ class LayerReport:
       dtype: Of the values that are stored.
       bytes_before: Of the dense kernel.
       bytes_after: Of the weight: values, mask and scales.
-      weight_error: ``||W - W'|| / ||W||`` in the Frobenius norm, W' being what is stored.
-      output_error: ``||x (W - W')|| / ||x W||`` over the inputs of calibration, where their x^T x is known.
+      weight_error: ``||W - W'|| / ||W||`` in the Frobenius norm, W' being what is stored: 0 for a dense layer and for
+        a weight of zeros, NaN where W holds NaN or Inf, None while tracing.
+      output_error: ``||x (W - W')|| / ||x W||`` over the inputs of calibration, where their x^T x is known; None
+        elsewhere. Infinite where the inputs see nothing of W, but something of W'.
       note: Why a layer stayed dense.
     """
 
@@ -31,7 +33,7 @@ class LayerReport:
     dtype: str
     bytes_before: int
     bytes_after: int
-    weight_error: float = 0.0
+    weight_error: float | None = 0.0
     output_error: float | None = None
     note: str = ""
 
@@ -63,15 +65,14 @@ class Report:
         columns += ["#before", "#after", "note"]
 
         def row(layer: LayerReport) -> list[str]:
-            sparse = layer.pattern != "dense"
-            output = "" if layer.output_error is None else f"{layer.output_error:.4f}"
+            weight, output = ("" if e is None else f"{e:.4f}" for e in (layer.weight_error, layer.output_error))
             return [
                 layer.path,
                 "x".join(map(str, layer.shape)),
                 layer.pattern,
                 layer.method,
                 layer.dtype,
-                f"{layer.weight_error:.4f}" if sparse else "",
+                "" if layer.pattern == "dense" else weight,
                 *([output] if has_outputs else []),
                 amount(layer.bytes_before),
                 amount(layer.bytes_after),

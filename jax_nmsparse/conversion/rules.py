@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import numbers
+import operator
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -25,7 +28,10 @@ class Rule:
       contracted: How many axes of a linen kernel are contracted. A kernel of two axes needs no answer; of others the
         parameters alone cannot tell. NNX layers know.
       stacked: How many axes stand before them: batch_dims, and those of layers stacked by nn.scan.
-      damping: As in `prune`, for "sparsegpt".
+      damping: As in `prune`, for "sparsegpt"; at least 0.
+
+    Raises:
+      ValueError, TypeError: For a field that means nothing, naming it.
 
     Example:
       >>> import jax.numpy as jnp
@@ -43,10 +49,25 @@ class Rule:
     def __post_init__(self) -> None:
         object.__setattr__(self, "pattern", check_pattern("Rule", self.pattern))
         if self.method is not None:
-            check_method(self.method)
-        if self.dtype is not None and jnp.dtype(self.dtype) not in VALUE_DTYPES:
+            check_method(self.method, "Rule")
+        if self.dtype is not None:
+            self._check_dtype()
+        if self.contracted is not None:
+            object.__setattr__(self, "contracted", _count("contracted", self.contracted, 1))
+        object.__setattr__(self, "stacked", _count("stacked", self.stacked, 0))
+        if not isinstance(self.damping, numbers.Real):
+            raise TypeError(f"Rule: damping is {self.damping!r}, expected a number")
+        if not (math.isfinite(self.damping) and self.damping >= 0):
+            raise ValueError(f"Rule: damping is {self.damping}, expected a finite number of at least 0")
+
+    def _check_dtype(self) -> None:
+        try:
+            name, known = jnp.dtype(self.dtype).name, jnp.dtype(self.dtype) in VALUE_DTYPES
+        except TypeError:
+            name, known = repr(self.dtype), False
+        if not known:
             names = ", ".join(dtype.name for dtype in VALUE_DTYPES)
-            raise TypeError(f"Rule: dtype is {jnp.dtype(self.dtype).name}, expected one of {names}")
+            raise TypeError(f"Rule: dtype is {name}, expected one of {names}")
 
     @property
     def values_dtype(self) -> Any:
@@ -59,9 +80,19 @@ Rules = Mapping[str, Any]
 dense. The first that is found counts; a leaf that none matches stays dense."""
 
 
-def check_method(method: str) -> None:
+def _count(name: str, number: Any, least: int) -> int:
+    try:
+        count = least - 1 if isinstance(number, bool) else operator.index(number)
+    except TypeError:
+        raise TypeError(f"Rule: {name} is {number!r}, expected a number of axes") from None
+    if count < least:
+        raise ValueError(f"Rule: {name} is {number!r}, expected a number of axes, at least {least}")
+    return count
+
+
+def check_method(method: str, op: str = "sparsify") -> None:
     if method not in METHODS:
-        raise ValueError(f"sparsify: method is {method!r}, expected one of {', '.join(METHODS)}")
+        raise ValueError(f"{op}: method is {method!r}, expected one of {', '.join(METHODS)}")
 
 
 class Matcher:

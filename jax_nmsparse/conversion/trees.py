@@ -9,6 +9,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_nmsparse.conversion.kernels import Candidate, Job, each, plan
 from jax_nmsparse.conversion.report import LayerReport, Report
@@ -20,35 +21,51 @@ def as_variables(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Variables of a model as nested dicts that may be changed; arrays are not copied."""
 
     def copied(node: Any) -> Any:
-        return {key: copied(child) for key, child in node.items()} if isinstance(node, Mapping) else node
+        if isinstance(node, Mapping):
+            return {key: copied(child) for key, child in node.items()}
+        return nn.meta.unbox(node)
 
-    plain: dict[str, Any] = copied(nn.meta.unbox(tree))
+    plain: dict[str, Any] = copied(tree)
     return plain if isinstance(plain.get("params"), dict) else {"params": plain}
 
 
-def _candidates(params: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[Candidate]:
+def _candidates(params: dict[Any, Any], path: tuple[Any, ...] = ()) -> Iterator[Candidate]:
     for leaf in ("kernel", "embedding"):
         if leaf in params and not isinstance(params[leaf], dict):
             others = set(params) - {leaf, *(("bias",) if leaf == "kernel" else ())}
             array = params[leaf]
+            if not isinstance(array, (jax.Array, np.ndarray)):
+                raise TypeError(
+                    f"sparsify: {'/'.join(map(str, (*path, leaf)))} is a {type(array).__name__}, expected an array; "
+                    "of shapes alone, jax.eval_shape(lambda tree: sparsify(tree, rules)[0], tree) gives the result's"
+                )
+            beside = ", ".join(sorted(map(str, others)))
             yield Candidate(
-                "/".join(path),
-                leaf,
-                leaf == "embedding",
-                jnp.shape(array),
-                jnp.result_type(array),
-                1 if leaf == "embedding" and jnp.ndim(array) == 2 else None,
-                0,
-                lambda leaf=leaf: params.pop(leaf),
-                f"it lies beside {', '.join(sorted(others))}, which no N:M sparse layer has" if others else "",
+                path="/".join(map(str, path)),
+                leaf=leaf,
+                transposed=leaf == "embedding",
+                shape=array.shape,
+                dtype=array.dtype,
+                contracted=1 if leaf == "embedding" and array.ndim == 2 else None,
+                stacked=0,
+                take=lambda leaf=leaf: params.pop(leaf),
+                place=path,
+                peek=lambda leaf=leaf: params[leaf],
+                problem=f"it lies beside {beside}, which no N:M sparse layer has" if others else "",
             )
     for key, child in params.items():
         if isinstance(child, dict):
-            yield from _candidates(child, (*path, str(key)))
+            yield from _candidates(child, (*path, key))
 
 
-def _node(tree: dict[str, Any], path: str, *, create: bool = False) -> dict[str, Any]:
-    for key in path.split("/") if path else ():
+def _arrays(node: Any) -> Iterator[Any]:
+    """The leaves; JAX could not sort keys of several types."""
+    for child in node.values() if isinstance(node, dict) else ():
+        yield from _arrays(child) if isinstance(child, dict) else (child,)
+
+
+def _node(tree: dict[Any, Any], path: tuple[Any, ...], *, create: bool = False) -> dict[Any, Any]:
+    for key in path:
         tree = tree.setdefault(key, {}) if create else tree[key]
     return tree
 
@@ -62,13 +79,13 @@ def sparsify_variables(
     steps = plan(_candidates(params), rules, **options)
     _check_biases(params, [step for step in steps if isinstance(step, Job)])
     # An array that lies in two places must outlive the first.
-    uses = collections.Counter(map(id, jax.tree.leaves(variables)))
+    uses = collections.Counter(map(id, _arrays(variables)))
     reports: list[LayerReport] = []
     for job in each(steps, progress):
         if isinstance(job, LayerReport):
             reports.append(job)
             continue
-        node = _node(params, job.candidate.path)
+        node = _node(params, job.candidate.place)
         w, report = job.run(donate=donate and uses[id(node[job.candidate.leaf])] == 1)
         reports.append(report)
         if job.candidate.leaf == "embedding":
@@ -78,13 +95,13 @@ def sparsify_variables(
             new = NMSparseDenseGeneral.from_weight(w, node.pop("bias", None), in_sizes=in_sizes, features=features)
         node.update(new["params"])
         masks = variables.setdefault(MASK_COLLECTION, {})
-        _node(masks, job.candidate.path, create=True).update(new[MASK_COLLECTION])
+        _node(masks, job.candidate.place, create=True).update(new[MASK_COLLECTION])
     return variables, Report(tuple(reports))
 
 
 def _check_biases(params: dict[str, Any], jobs: list[Job]) -> None:
     for job in jobs:
-        bias = _node(params, job.candidate.path).get("bias")
+        bias = _node(params, job.candidate.place).get("bias")
         stacked = job.candidate.shape[: job.candidate.stacked]
         if bias is not None and jnp.shape(bias) != (*stacked, *job.sizes[1]):
             raise ValueError(

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 from jax_nmsparse.array import NMSparse, check_pattern
 from jax_nmsparse.description import Description
-from jax_nmsparse.layer import check_weight, multiply, pack
+from jax_nmsparse.layer import check_options, check_weight, multiply, pack
 from jax_nmsparse.linen.variables import (
     bound_weight,
     dense_params,
@@ -92,6 +92,7 @@ class NMSparseDense(nn.Module):
     @nn.compact
     def __call__(self, inputs: ArrayLike) -> jax.Array:
         """Applies the layer along the last axis of inputs, ``[..., in_features]``, giving ``[..., features]``."""
+        check_options(label(self), self.activation, self.implementation)
         if jnp.ndim(inputs) < 1:
             raise ValueError(f"{label(self)}: x has no axes, expected [..., in_features]")
         pattern, in_features = check_pattern(label(self), self.pattern), jnp.shape(inputs)[-1]

@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 from jax_nmsparse import axes
 from jax_nmsparse.array import NMSparse, check_pattern
 from jax_nmsparse.description import Description
-from jax_nmsparse.layer import check_weight, multiply, pack
+from jax_nmsparse.layer import check_options, check_weight, multiply, pack
 from jax_nmsparse.linen.variables import (
     bound_weight,
     dense_params,
@@ -85,6 +85,7 @@ class NMSparseDenseGeneral(nn.Module):
     def __call__(self, inputs: ArrayLike) -> jax.Array:
         """Contracts axis of inputs: ``[*batch, *rest, *features]``, batch axes first, then those that stay."""
         name, x = label(self), jnp.asarray(inputs)
+        check_options(name, self.activation, self.implementation)
         features = axes.as_tuple(self.features)
         batch_dims = axes.as_tuple(self.batch_dims)
         axes.check_batch_dims(name, batch_dims)

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 from jax_nmsparse.array import NMSparse, check_pattern
 from jax_nmsparse.description import Description
 from jax_nmsparse.embedding import embed
-from jax_nmsparse.layer import check_weight, pack
+from jax_nmsparse.layer import check_options, check_weight, pack
 from jax_nmsparse.nnx.variables import NMFormat, NMMask, held, hold, inherited, initialised, placed, product, taken
 from jax_nmsparse.pattern import NMPattern
 
@@ -81,6 +81,7 @@ class NMSparseEmbed(nnx.Module):
         self.param_dtype = param_dtype
         self.promote_dtype = promote_dtype
         self.pattern = check_pattern("NMSparseEmbed", pattern)
+        check_options("NMSparseEmbed", None, implementation)
         self.precision = precision
         self.implementation = implementation
         self.values_dtype = values_dtype

@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 from jax_nmsparse import axes
 from jax_nmsparse.array import NMSparse, check_pattern
 from jax_nmsparse.description import Description
-from jax_nmsparse.layer import check_bias, check_weight, pack
+from jax_nmsparse.layer import check_bias, check_options, check_weight, pack
 from jax_nmsparse.nnx.variables import NMFormat, NMMask, held, hold, inherited, initialised, placed, product, taken
 from jax_nmsparse.pattern import NMPattern
 
@@ -100,6 +100,7 @@ class NMSparseLinearGeneral(nnx.Module):
         self.promote_dtype = promote_dtype
         self.preferred_element_type = preferred_element_type
         self.pattern = check_pattern("NMSparseLinearGeneral", pattern)
+        check_options("NMSparseLinearGeneral", activation, implementation)
         self.activation = activation
         self.implementation = implementation
         self.values_dtype = values_dtype

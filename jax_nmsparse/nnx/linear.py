@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from jax_nmsparse.array import NMSparse, check_pattern
 from jax_nmsparse.description import Description
-from jax_nmsparse.layer import check_bias, check_weight, pack
+from jax_nmsparse.layer import check_bias, check_options, check_weight, pack
 from jax_nmsparse.nnx.variables import NMFormat, NMMask, held, hold, inherited, initialised, placed, product, taken
 from jax_nmsparse.pattern import NMPattern
 
@@ -63,7 +63,7 @@ class NMSparseLinear(nnx.Module):
       values_dtype: None, or int8 or float8_e4m3fn for quantised values.
 
     Raises:
-      ValueError: Where variables and module do not fit together.
+      ValueError: For an unknown activation or implementation; where variables and module do not fit together.
 
     Example:
       >>> import jax.numpy as jnp
@@ -112,6 +112,7 @@ class NMSparseLinear(nnx.Module):
         self.promote_dtype = promote_dtype
         self.preferred_element_type = preferred_element_type
         self.pattern = check_pattern("NMSparseLinear", pattern)
+        check_options("NMSparseLinear", activation, implementation)
         self.activation = activation
         self.implementation = implementation
         self.values_dtype = values_dtype

@@ -140,7 +140,7 @@ def calibrate(
         layer of a large model may not fit: calibrate some layers at a time.
       gram: Whether to sum ``x^T x``, which SparseGPT needs; Wanda does not.
       where: None, or a function of a batch: bool ``[batch, length]``, the tokens that count. It applies to layers whose
-        inputs start with those axes; of others every row counts.
+        inputs start with those axes; of others (a pooled sequence) every row counts.
       layers: Classes of the layers to look at.
 
     Returns:
@@ -149,9 +149,9 @@ def calibrate(
       in the order of the kernel's axes.
 
     Raises:
-      ValueError: Where no layer was seen, where a layer runs inside an inner jit, scan, vmap or remat of function
-        (whose intermediate values cannot leave it: unroll, or `sow` a `Statistics` by hand), or where inputs are not
-        finite.
+      ValueError: Where no layer was seen, where the inputs of none begin with the axes of the result of where, where a
+        layer runs inside an inner jit, scan, vmap or remat of function (whose intermediate values cannot leave it:
+        unroll, or `sow` a `Statistics` by hand), or where inputs are not finite.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp, jax_nmsparse as nms
@@ -176,6 +176,7 @@ def calibrate(
         recorder = _Recorder(searched, gram, None if where is None else where(batch), layers)
         with recorder.watching(live):
             function(live, batch)
+        recorder.check_where()
         return recorder.found
 
     total: dict[str, Statistics] = {}
@@ -207,7 +208,9 @@ class _Recorder:
 
     def __init__(self, include: re.Pattern, gram: bool, where: jax.Array | None, layers: tuple[type, ...]) -> None:
         self.found: dict[str, Statistics] = {}
-        self._include, self._gram, self._where, self._layers = include, gram, where, layers
+        self._include, self._gram, self._layers = include, gram, layers
+        self._where = None if where is None else jnp.asarray(where)
+        self._unfit: dict[str, tuple[int, ...]] = {}
         self._active: set[int] = set()
 
     def _record(self, path: str, module: Any, x: jax.Array) -> None:
@@ -222,8 +225,19 @@ class _Recorder:
         if where is not None:
             fits = x.shape[: where.ndim] == where.shape and x.ndim > where.ndim
             where = where.reshape(*where.shape, *[1] * (x.ndim - 1 - where.ndim)) if fits else None
+            if not fits:
+                self._unfit[path] = x.shape
         statistics = Statistics.from_inputs(x, where=where, gram=self._gram)
         self.found[path] = self.found[path].merge(statistics) if path in self.found else statistics
+
+    def check_where(self) -> None:
+        if self._where is None or not self.found or self._unfit.keys() != self.found.keys():
+            return
+        path, shape = next(iter(self._unfit.items()))
+        raise ValueError(
+            f"calibrate: where gives an array of shape {self._where.shape}, with which the inputs of no layer begin: "
+            f"{path} reads {shape}; return a mask of the leading axes, [batch, length]"
+        )
 
     def _call(self, call: Callable[..., Any], path: str, module: Any, args: tuple, kwargs: dict) -> Any:
         """Calls the layer; a subclass that calls its base's __call__ counts once."""

@@ -14,7 +14,7 @@ from jax_nmsparse.layout import Layout
 from jax_nmsparse.pattern import NMPattern
 from jax_nmsparse.pruning.calibration import Statistics
 from jax_nmsparse.pruning.selection import magnitude_mask, scored_mask
-from jax_nmsparse.pruning.sparsegpt import sparsegpt
+from jax_nmsparse.pruning.sparsegpt import is_positive_definite, sparsegpt
 from jax_nmsparse.pruning.wanda import wanda_scores
 
 METHODS = ("magnitude", "wanda", "sparsegpt")
@@ -84,40 +84,52 @@ def prune(
     elif method == "magnitude":
         mask = magnitude_mask(dense, layout)
     else:
-        _check_inputs(method, dense, inputs)
+        check_inputs(method, dense.shape, dense.dtype, inputs)
         if method == "sparsegpt":
             return _second_order(dense, pattern, inputs, damping)
         mask = scored_mask(wanda_scores(dense, inputs), layout)
     return NMSparse._from_units(dense, mask, pattern)
 
 
-def _check_inputs(method: str, dense: jax.Array, inputs: Any) -> None:
+def check_inputs(method: str, shape: tuple[int, ...], dtype: Any, inputs: Any) -> None:
+    """Raises where inputs do not serve a method for a weight of a shape and dtype."""
     if not isinstance(inputs, Statistics):
         got = "missing" if inputs is None else f"a {type(inputs).__name__}"
         raise TypeError(
             f"prune: inputs is {got}, expected Statistics for method={method!r}; pruning.calibrate(function, model, "
             "batches) or pruning.Statistics.from_inputs(x) makes them"
         )
-    lead, rows = dense.shape[:-2], dense.shape[-2]
+    lead, rows = shape[:-2], shape[-2]
     if tuple(inputs.squares.shape) not in ((rows,), (*lead, rows)):
         expected = f"{(rows,)} or {(*lead, rows)}" if lead else f"{(rows,)}"
         raise ValueError(
             f"prune: inputs have squares of shape {inputs.squares.shape}, expected {expected} (= in_features of dense "
-            f"{dense.shape})"
+            f"{shape})"
         )
     if method == "sparsegpt" and inputs.gram is None:
         raise ValueError("prune: inputs hold no gram, which method='sparsegpt' needs; gather them with gram=True")
-    if not jnp.issubdtype(dense.dtype, jnp.floating):
-        raise TypeError(f"prune: dense has dtype {dense.dtype.name}, expected a float dtype for method={method!r}")
+    if method in METHODS[1:] and not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"prune: dense has dtype {jnp.dtype(dtype).name}, expected a float dtype for method={method!r}")
+
+
+def check_second_order(dense: jax.Array, inputs: Any, damping: float) -> None:
+    """Raises where "sparsegpt" could not prune a concrete weight: before its work, for a part of it."""
+    if not bool(jnp.all(jnp.isfinite(dense.astype(jnp.float32)))):
+        raise ValueError("prune: the dense weight holds NaN or Inf, expected finite numbers for method='sparsegpt'")
+    if not bool(is_positive_definite(inputs, damping=damping, dtype=dense.dtype)):
+        raise _indefinite(inputs, damping)
+
+
+def _indefinite(inputs: Any, damping: float) -> ValueError:
+    return ValueError(
+        f"prune: x^T x of the inputs is not positive definite in {inputs.gram.dtype.name} with damping={damping}; "
+        "raise damping or calibrate with more tokens"
+    )
 
 
 def _second_order(dense: jax.Array, pattern: NMPattern, inputs: Any, damping: float) -> NMSparse:
     updated, mask = sparsegpt(dense, pattern, inputs, damping=damping)
     if not isinstance(updated, Tracer) and not bool(jnp.all(jnp.isfinite(updated.astype(jnp.float32)))):
-        if not bool(jnp.all(jnp.isfinite(dense.astype(jnp.float32)))):
-            raise ValueError("prune: the dense weight holds NaN or Inf, expected finite numbers for method='sparsegpt'")
-        raise ValueError(
-            f"prune: x^T x of the inputs is not positive definite in {inputs.gram.dtype.name} with damping={damping}; "
-            "raise damping or calibrate with more tokens"
-        )
+        check_second_order(dense, inputs, damping)
+        raise _indefinite(inputs, damping)
     return NMSparse._from_units(updated, mask, pattern)

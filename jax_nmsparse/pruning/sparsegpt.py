@@ -76,19 +76,36 @@ def sparsegpt(
     return updated.reshape(dense.shape).astype(dense.dtype), mask.reshape(*dense.shape[:-2], *mask.shape[1:])
 
 
-def _inverse_factor(sums: tuple[jax.Array, jax.Array], damping: Any, dtype: Any) -> jax.Array:
-    """U, upper triangular, with ``U^T U = H^-1``.
+@jax.jit(static_argnames="dtype")
+def is_positive_definite(inputs: Statistics, *, damping: float, dtype: Any) -> jax.Array:
+    """Whether H of `sparsegpt` can be factorised, of every layer where inputs are stacked."""
+    gram: Any = inputs.gram
+    dtype = score_dtype(dtype, gram.dtype)
 
-    Where ``H = R R^T`` with R upper triangular (a Cholesky factor from the other end), ``H^-1 = (R^-1)^T R^-1``: one
-    factorisation and one triangular inverse, and H^-1 itself is never formed.
-    """
+    def one(sums: tuple[jax.Array, jax.Array]) -> jax.Array:
+        r = _factor(sums, damping, dtype)
+        return jnp.all(jnp.isfinite(r)) & jnp.all(jnp.diagonal(r) > 0)
+
+    return jnp.all(lax.map(one, (gram.reshape(-1, *gram.shape[-2:]), jnp.asarray(inputs.tokens).reshape(-1))))
+
+
+def _factor(sums: tuple[jax.Array, jax.Array], damping: Any, dtype: Any) -> jax.Array:
+    """R, upper triangular, with ``R R^T = H``: a Cholesky factor from the other end."""
     gram, tokens = sums
     h = gram.astype(dtype) / jnp.maximum(tokens, 1).astype(dtype)
     mean = jnp.mean(jnp.diagonal(h))
-    identity = jnp.eye(h.shape[0], dtype=dtype)
-    h += jnp.where(mean > 0, damping * mean, 1.0) * identity
-    r = jnp.linalg.cholesky(h[::-1, ::-1], symmetrize_input=False)[::-1, ::-1]
-    return jax.scipy.linalg.solve_triangular(r, identity, lower=False)
+    h += jnp.where(mean > 0, damping * mean, 1.0) * jnp.eye(h.shape[0], dtype=dtype)
+    return jnp.linalg.cholesky(h[::-1, ::-1], symmetrize_input=False)[::-1, ::-1]
+
+
+def _inverse_factor(sums: tuple[jax.Array, jax.Array], damping: Any, dtype: Any) -> jax.Array:
+    """U, upper triangular, with ``U^T U = H^-1``.
+
+    Where ``H = R R^T``, ``H^-1 = (R^-1)^T R^-1``: one factorisation and one triangular inverse, and H^-1 itself is
+    never formed.
+    """
+    r = _factor(sums, damping, dtype)
+    return jax.scipy.linalg.solve_triangular(r, jnp.eye(r.shape[0], dtype=dtype), lower=False)
 
 
 def _prune_rows(w: jax.Array, u: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array]:
