@@ -48,6 +48,13 @@ class Description:
     out_sizes: tuple[int, ...]
     of: str = "kernel"
 
+    def __post_init__(self) -> None:
+        if min((*self.in_sizes, *self.out_sizes)) < 1:
+            raise ValueError(
+                f"a layer of in_features {_dims(self.in_sizes)} and out_features {_dims(self.out_sizes)} has no "
+                "weight, expected sizes of at least 1"
+            )
+
     @property
     def layout(self) -> Layout:
         return Layout(self.pattern, math.prod(self.in_sizes), math.prod(self.out_sizes))

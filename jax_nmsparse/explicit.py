@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jax_nmsparse.compat import unify_varying
 from jax_nmsparse.layout import Layout
 from jax_nmsparse.meshes import UNSPLIT, Axes, Factors, check_whole, padded_spec, parts_of, scatter_axis
 
@@ -26,6 +28,52 @@ def _spec_of(x: Any) -> tuple[Axes, ...]:
 def is_split(*arrays: Any) -> bool:
     """Whether an explicit mesh axis splits any of the arrays; None is skipped."""
     return any(any(_spec_of(x)) for x in arrays if x is not None)
+
+
+def check_whole_array(op: str, name: str, array: Any) -> None:
+    """Raises for an array that explicit mesh axes split, where an algorithm needs all of it in one place."""
+    if is_split(array):
+        raise ValueError(
+            f"{op}: {name} of shape {array.shape} is split over explicit mesh axes, {jax.typeof(array).sharding.spec}, "
+            "expected one that is whole on every device; jax.sharding.reshard(array, jax.sharding.PartitionSpec())"
+        )
+
+
+def sum_over_tokens(function: Callable[..., Any], x: jax.Array, where: jax.Array | None) -> Any:
+    """``function(x, where)``, sums over all axes of ``x [..., features]`` but the last, each device adding its tokens.
+
+    Args:
+      function: Gives a pytree of sums.
+      x: Split by explicit mesh axes or not; features are gathered.
+      where: None, or ``[...]``.
+
+    Returns:
+      The pytree, whole on every device.
+    """
+    if not is_split(x, where):
+        return function(x, where)
+    mesh = next(m for m in (jax.typeof(a).sharding.mesh for a in (x, where) if a is not None) if not m.empty)
+    *lead, _ = _spec_of(x)
+    spec, axes = PartitionSpec(*(entry or None for entry in lead)), tuple(a for entry in lead for a in entry)
+    operands = [_reshard(a, mesh, spec) for a in (x, where) if a is not None]
+    names = _explicit_axes(mesh)
+
+    def local(x: jax.Array, where: jax.Array | None = None) -> Any:
+        sums = function(x, where)
+        # The number of tokens of a part does not depend on the part, so its type says that it is the same everywhere.
+        return jax.tree.map(lambda s: lax.psum(unify_varying(s, x)[0], axes), sums) if axes else sums
+
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(spec,) * len(operands),
+        out_specs=PartitionSpec(),
+        axis_names=names if len(names) < len(mesh.axis_names) else set(),
+    )(*operands)
+
+
+def _explicit_axes(mesh: Any) -> set[str]:
+    return {a for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
 
 
 def _factor_axes(op: str, operands: Sequence[tuple[Any, Factors]]) -> dict[str, Axes]:
@@ -98,7 +146,7 @@ def run(
     if "o" in result:
         axes["c"] = final[result.index("o")]
     specs = [PartitionSpec(*(axes.get(f) or None for f in names)) for _, names in operands]
-    names = {a for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
+    names = _explicit_axes(mesh)
     y = jax.shard_map(
         lambda *pieces: local(piece, pieces, added, scatter),
         mesh=mesh,
@@ -142,13 +190,14 @@ def place(op: str, y: jax.Array, out_sharding: Any) -> jax.Array:
     return jax.sharding.reshard(y, out_sharding)
 
 
-def by_parts(function: Callable[..., Any], trailing: Sequence[int]) -> Callable[..., Any]:
+def by_parts(function: Callable[..., Any], trailing: Sequence[int], op: str = "") -> Callable[..., Any]:
     """A function ``f(*arrays, layout)`` of a weight that runs on each device's part where its arrays are split.
 
     Args:
       function: Local to windows and column blocks; its results have them as their first axes after the batch axes.
       trailing: For each array its number of axes after the batch axes: the first two are windows (in_features) and
-        column blocks (out_features), a single one is out_features. Arrays may be None.
+        column blocks (out_features), a single one is out_features, and 0 stands for a scalar. Arrays may be None.
+      op: Who asks, for errors; by default the function's name.
     """
 
     def whole(*arguments: Any) -> Any:
@@ -161,8 +210,8 @@ def by_parts(function: Callable[..., Any], trailing: Sequence[int]) -> Callable[
             rest = iter(parts)
             return function(*(None if a is None else next(rest) for a in arrays), piece)
 
-        names = ((*lead, *("woqkn"[:axes] if axes > 1 else "c")) for axes in trailing)
+        names = ((*lead, *("woqkn"[:axes] if axes > 1 else "c")) if axes else () for axes in trailing)
         operands = [(a, f) for a, f in zip(arrays, names, strict=True) if a is not None]
-        return run(function.__name__.strip("_"), layout, operands, (*lead, "w", "o"), local)
+        return run(op or function.__name__.strip("_"), layout, operands, (*lead, "w", "o"), local)
 
     return whole

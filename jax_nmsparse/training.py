@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jax_nmsparse.array import check_dense, check_pattern
@@ -30,7 +31,7 @@ from jax_nmsparse.axes import fold_kernel
 from jax_nmsparse.conversion.rules import Matcher, Rules
 from jax_nmsparse.layout import Layout
 from jax_nmsparse.pattern import NMPattern
-from jax_nmsparse.pruning.selection import magnitude_units, spread
+from jax_nmsparse.pruning.selection import magnitude_elements, over_largest
 
 
 def sr_ste(w: jax.Array, pattern: NMPattern | str, decay: ArrayLike = 2e-4, *, progress: ArrayLike = 1.0) -> jax.Array:
@@ -45,12 +46,15 @@ def sr_ste(w: jax.Array, pattern: NMPattern | str, decay: ArrayLike = 2e-4, *, p
     Args:
       w: Float ``[..., in_features, out_features]``; groups run along in_features.
       pattern: The pattern, or a string such as "2:4".
-      decay: lambda, at least 0; 0 is the plain straight-through estimator. May be traced.
+      decay: lambda, a number of at least 0; 0 is the plain straight-through estimator. May be traced.
       progress: 0 to 1, may be traced: ``m - round((m - n) * progress)`` units of every group are kept, all at 0 and n
         at 1; see `cubic_schedule`.
 
     Returns:
       The masked weight, dense, of the shape and dtype of w. Only reverse mode is defined.
+
+    Raises:
+      ValueError, TypeError: For a w that is no float matrix with rows and columns, or a decay below 0.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -64,6 +68,7 @@ def sr_ste(w: jax.Array, pattern: NMPattern | str, decay: ArrayLike = 2e-4, *, p
     pattern, w = check_pattern("sr_ste", pattern), check_dense("sr_ste", w)
     if not jnp.issubdtype(w.dtype, jnp.floating):
         raise TypeError(f"sr_ste: w has dtype {w.dtype.name}, expected a float dtype")
+    _check_decay("sr_ste", decay)
     return _sr_ste(w, jnp.asarray(decay, jnp.float32), _kept_units(pattern, progress), pattern)
 
 
@@ -86,9 +91,19 @@ def _sr_ste_backward(pattern: NMPattern, residuals: tuple[jax.Array, jax.Array],
 _sr_ste.defvjp(_sr_ste_forward, _sr_ste_backward)
 
 
+def _check_decay(op: str, decay: Any) -> None:
+    if isinstance(decay, Tracer):
+        return
+    if np.ndim(decay) or not jnp.issubdtype(jnp.result_type(decay), jnp.number):
+        raise TypeError(f"{op}: decay is {decay!r}, expected a number")
+    if not 0 <= float(decay) < np.inf:
+        raise ValueError(
+            f"{op}: decay is {decay}, expected a finite number of at least 0; below, pruned units would grow"
+        )
+
+
 def _keep(w: jax.Array, n: jax.Array | None, pattern: NMPattern) -> jax.Array:
-    layout = Layout(pattern, *w.shape[-2:])
-    return spread(magnitude_units(w, layout, n), layout)
+    return magnitude_elements(w, n, Layout(pattern, *w.shape[-2:]))
 
 
 def _kept_units(pattern: NMPattern, progress: ArrayLike) -> jax.Array:
@@ -168,7 +183,10 @@ class SRSTEState(NamedTuple):
 
 
 def sr_ste_decay(
-    rules: Rules | NMPattern | str, decay: ArrayLike, *, progress: Callable[[jax.Array], jax.Array] | None = None
+    rules: Rules | NMPattern | str,
+    decay: ArrayLike | Callable[[jax.Array], ArrayLike],
+    *,
+    progress: Callable[[jax.Array], jax.Array] | None = None,
 ) -> optax.GradientTransformation:
     """The decay of SR-STE as an optax transformation: adds ``decay * (1 - M) * w`` to the gradient of matched leaves.
 
@@ -176,11 +194,16 @@ def sr_ste_decay(
 
     Args:
       rules: As in `sparsify`; see the module. A pattern alone means all kernels.
-      decay: lambda.
+      decay: lambda, a number of at least 0, or an optax schedule: a function of the step (int32, 0 in the first
+        update), such as ``optax.linear_schedule(0.0, 2e-4, 1000)``.
       progress: None, or the schedule that the loss passes to `masked_forward`, a function of the step.
 
     Returns:
       The transformation; its update needs params.
+
+    Raises:
+      ValueError, TypeError: For a decay below 0, and, at init, for a rule that matches no leaf. No rules at all are
+        fine: everything stays dense.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -192,11 +215,14 @@ def sr_ste_decay(
       >>> updates["kernel"].ravel()
       Array([-0.1 , -0.  , -0.  , -0.05], dtype=float32)
     """
+    if not callable(decay):
+        _check_decay("sr_ste_decay", decay)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         if params is None:
             raise ValueError("sr_ste_decay: update needs params; call optimiser.update(gradients, state, params)")
         now = 1.0 if progress is None else progress(state.count)
+        strength = decay(state.count) if callable(decay) else decay
         pruned = _map_matched(
             "sr_ste_decay",
             lambda _, w, pattern: jnp.where(_keep(w, _kept_units(pattern, now), pattern), 0, w),
@@ -204,11 +230,12 @@ def sr_ste_decay(
             rules,
             others=jnp.zeros_like,
         )
-        updates = jax.tree.map(lambda u, p: u + (decay * p.astype(jnp.float32)).astype(u.dtype), updates, pruned)
+        updates = jax.tree.map(lambda u, p: u + (strength * p.astype(jnp.float32)).astype(u.dtype), updates, pruned)
         return updates, SRSTEState(jnp.asarray(optax.safe_increment(state.count)))
 
     def init(params: Any) -> Any:
-        del params
+        # For its errors: a rule that matches nothing, or cannot be followed.
+        jax.eval_shape(lambda tree: _map_matched("sr_ste_decay", lambda _, w, __: w, tree, rules), params)
         return SRSTEState(jnp.zeros((), jnp.int32))
 
     return optax.GradientTransformation(init, update)
@@ -263,9 +290,12 @@ def mask_statistics(
       previous: None, or the parameters some steps ago.
 
     Returns:
-      Path -> ``kept_magnitude``, the share of ``sum |w|`` in kept units, which tends to 1 under SR-STE; and with
-      previous ``flip_rate``, the share of all elements that were kept in one mask and not in the other, which tends to
-      0 as masks settle. float32 scalars; runs under jit.
+      Path -> ``kept_magnitude``, the share of ``sum |w|`` in kept units, which tends to 1 under SR-STE (and is 1 for a
+      weight of zeros); and with previous ``flip_rate``, the share of all elements that were kept in one mask and not in
+      the other, which tends to 0 as masks settle. float32 scalars; runs under jit.
+
+    Raises:
+      ValueError: For rules as in `masked_forward`, and for previous parameters of another structure or other shapes.
 
     Example:
       >>> import jax.numpy as jnp
@@ -276,6 +306,8 @@ def mask_statistics(
 
     Source: the flip rate after Hu et al., "Accelerating Transformer Pre-training with 2:4 Sparsity", ICML 2024.
     """
+    if previous is not None:
+        _check_previous(params, previous)
     found: dict[str, dict[str, jax.Array]] = {}
     earlier: dict[str, jax.Array] = {}
     if previous is not None:
@@ -283,13 +315,26 @@ def mask_statistics(
 
     def measure(path: str, w: jax.Array, pattern: NMPattern) -> jax.Array:
         keep, magnitude = _keep(w, None, pattern), jnp.abs(w.astype(jnp.float32))
-        found[path] = {"kept_magnitude": jnp.sum(jnp.where(keep, magnitude, 0)) / jnp.sum(magnitude)}
+        (magnitude,) = over_largest(magnitude, magnitude)
+        total = jnp.sum(magnitude)
+        found[path] = {"kept_magnitude": jnp.where(total == 0, 1, jnp.sum(jnp.where(keep, magnitude, 0)) / total)}
         if previous is not None:
-            found[path]["flip_rate"] = jnp.mean(keep != _keep(earlier[path], None, pattern), dtype=jnp.float32)
+            flipped = jnp.sum(keep != _keep(earlier[path], None, pattern), dtype=jnp.float32)
+            found[path]["flip_rate"] = flipped / max(1, w.size)
         return w
 
     _map_matched("mask_statistics", measure, params, rules)
     return found
+
+
+def _check_previous(params: Any, previous: Any) -> None:
+    shapes, earlier = ({k: jnp.shape(v) for k, v in jax.tree_util.tree_leaves_with_path(t)} for t in (params, previous))
+    if shapes != earlier:
+        path = next(path for path in (*shapes, *earlier) if shapes.get(path) != earlier.get(path))
+        raise ValueError(
+            f"mask_statistics: params{jax.tree_util.keystr(path)} has shape {shapes.get(path)} in params and "
+            f"{earlier.get(path)} in previous, expected the same parameters some steps ago"
+        )
 
 
 def _map_matched(
@@ -314,7 +359,7 @@ def _map_matched(
         rule, _ = matcher.find(path)
         if rule is None:
             return others(leaf)
-        pattern = check_pattern(op, rule.pattern)
+        pattern, leaf = check_pattern(op, rule.pattern), check_dense(f"{op}: {path}", leaf)
         if path.rpartition("/")[2] == "embedding":
             return function(path, leaf.T, pattern).T
         if jnp.ndim(leaf) > 2 and rule.contracted is None:

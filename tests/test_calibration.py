@@ -155,6 +155,7 @@ def test_where_that_fits_no_layer_is_refused(rng, shape):
 def test_where_may_be_a_list_or_numpy(rng):
     net, x = nn.Dense(2), oracle.normal(rng, (2, 4, 8))
     variables, where = net.init(jax.random.key(0), x), [[1, 1, 0, 0], [1, 1, 1, 0]]
+    given: Any
     for given in (where, np.array(where, bool)):
         (found,) = calibrate(net.apply, variables, [x], where=lambda _, given=given: given).values()
         assert_counts(found, x[np.array(where, bool)])

@@ -145,7 +145,7 @@ def test_an_output_that_cannot_be_is_refused_before_any_work(model, tmp_path, mo
     assert "is a directory" in capsys.readouterr().err
     taken: list[str] = []
     with pytest.raises(IsADirectoryError, match="save: .* is a directory"):
-        files_module.write(tmp_path, (taken.append(name) for name in "a"))
+        files_module.write(tmp_path, ((name, taken.append(name)) for name in "a"))
     assert not taken
 
 

@@ -78,31 +78,32 @@ def test_a_tree_that_fails_keeps_its_kernels():
 # Errors of the report.
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 1e30, 1e37])
+@pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 1e30, 8e37])
 def test_errors_do_not_depend_on_the_scale(rng, scale):
     kernel = oracle.normal(rng, (32, 8)) * np.float32(scale)
     x = oracle.normal(rng, (64, 32))
     gram = (x.T @ x) * np.float32(min(scale, 1e30))
     statistics: Any = {"": _statistics(gram)}
     variables, report = nms.sparsify({"kernel": kernel}, "2:4", statistics=statistics)
+    errors: Any = (report.layers[0].weight_error, report.layers[0].output_error)
     wide = kernel.astype(np.float64)
     delta = wide - np.asarray(nms.densify(variables)["params"]["kernel"], np.float64)
-    np.testing.assert_allclose(report.layers[0].weight_error, np.linalg.norm(delta) / np.linalg.norm(wide), rtol=1e-5)
+    np.testing.assert_allclose(errors[0], np.linalg.norm(delta) / np.linalg.norm(wide), rtol=1e-5)
     energy = [np.sum(k * (gram.astype(np.float64) @ k)) for k in (delta, wide)]
-    np.testing.assert_allclose(report.layers[0].output_error, np.sqrt(energy[0] / energy[1]), rtol=1e-4)
+    np.testing.assert_allclose(errors[1], np.sqrt(energy[0] / energy[1]), rtol=1e-4)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_errors_of_what_is_not_finite_are_nan(rng, value):
     kernel = oracle.normal(rng, (32, 8))
     kernel[3, 5] = value
-    _, report = nms.sparsify({"kernel": kernel}, "2:4")
+    report: Any = nms.sparsify({"kernel": kernel}, "2:4")[1]
     assert np.isnan(report.layers[0].weight_error) and "nan" in str(report)
 
 
 def test_errors_of_zeros():
     statistics: Any = {"": _statistics(np.zeros((32, 32), np.float32))}
-    _, report = nms.sparsify({"kernel": np.zeros((32, 8), np.float32)}, "2:4", statistics=statistics)
+    report: Any = nms.sparsify({"kernel": np.zeros((32, 8), np.float32)}, "2:4", statistics=statistics)[1]
     assert (report.layers[0].weight_error, report.layers[0].output_error) == (0, 0)
 
 
@@ -115,9 +116,9 @@ def test_names_with_slashes_and_integers(rng):
     ones = lambda rng, shape, dtype: np.ones(shape, dtype)  # noqa: E731
     mask = np.array(oracle.draw(rng, (32, 8), "2:4", fill=ones).keep())
     variables, report = nms.sparsify(params, "2:4", masks={"net/x/7": mask})
-    assert [layer.path for layer in report.layers] == ["net/x/a/b", "net/x/0", "net/x/7"]
+    assert [layer.path for layer in report.layers] == ["net/x/0", "net/x/7", "net/x/a/b"]
     dense = nms.densify(variables)["params"]["net/x"]
-    assert list(dense) == ["a/b", 0, 7]
+    assert list(dense) == [0, 7, "a/b"]
     for key in ("a/b", 0):
         np.testing.assert_array_equal(dense[key]["kernel"], nms.prune(kernels[key], "2:4").todense())
     np.testing.assert_array_equal(dense[7]["kernel"], np.where(mask, kernels[7], 0))
@@ -142,7 +143,7 @@ def test_tree_under_jit_and_eval_shape(rng):
     assert jax.tree.map(lambda s: (s.shape, s.dtype), shapes) == jax.tree.map(lambda a: (a.shape, a.dtype), want)
     seen: list[Any] = []
     jax.eval_shape(lambda tree: seen.append(nms.sparsify(tree, rules)[1]), params)
-    assert seen[0].layers[0].weight_error is None and report.layers[0].weight_error > 0
+    assert seen[0].layers[0].weight_error is None and report.layers[0].weight_error
     assert str(seen[0]).splitlines()[-1].startswith("total")
 
 

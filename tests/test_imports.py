@@ -15,11 +15,11 @@ PACKAGE = pathlib.Path(jax_nmsparse.__file__).parent
 LEVELS = (
     ("pattern",),
     ("layout",),
-    ("meshes",),
+    ("meshes", "compat"),
     ("explicit",),
     ("dense_form",),
     ("array",),
-    ("compat", "reference", "native", "tuning", "kernels"),
+    ("reference", "native", "tuning", "kernels"),
     ("primitives", "dispatch", "sharding"),
     ("lowering",),
     ("ops",),

@@ -1,5 +1,7 @@
 """Where weights lie on a mesh: shardings from one, padding, rules for models; checkpoints between meshes."""
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ import jax_nmsparse as nms
 from jax_nmsparse import placement, sharded_checkpoint
 
 P = PartitionSpec
+NO_SPEC: Any = ("data",)
 IN, OUT = 256, 64
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="fewer than 8 devices")
@@ -95,7 +98,7 @@ def test_padding_errors(mesh):
             "has 3 entries, expected at most 2",
         ),
         (lambda: placement.pad(dense, "2:4", None, P("data")), TypeError, "spec is given and mesh is None"),
-        (lambda: placement.pad(dense, "2:4", mesh, ("data",)), TypeError, "spec is a tuple, expected a PartitionSpec"),
+        (lambda: placement.pad(dense, "2:4", mesh, NO_SPEC), TypeError, "spec is a tuple, expected a PartitionSpec"),
         (lambda: placement.pad(dense[0], "2:4"), ValueError, r"the shape is \(8,\), expected \(..., in_features"),
     ):
         with pytest.raises(error, match=message):

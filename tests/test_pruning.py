@@ -1,6 +1,7 @@
 """prune and fromdense: what is kept, in every edge case of the numbers, eagerly and under jit."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import jax_nmsparse as nms
+from jax_nmsparse import pruning
 
 # Few shapes and patterns, so that Hypothesis spends its time on numbers and not on compiling.
+NO_STATISTICS: Any = None
 CASES = (("2:4", (37, 3)), ("3:5", (11, 4)), ("1:32", (64, 2)), ("17:64", (70, 2)), ("2:4/2x3", (21, 7)))
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 2.0, 1e-42, -1e-42, 1e-45, 3e38, -3e38, np.inf, -np.inf, np.nan]
 
@@ -197,3 +200,42 @@ def test_errors(options, error, message):
     options = {"pattern": "2:4", **options}
     with pytest.raises(error, match=message):
         nms.prune(np.ones((4, 4), np.float32), options.pop("pattern"), **options)
+
+
+@pytest.mark.parametrize("shape", [(8,), (1, 8), (2, 8)])
+def test_wanda_scores_of_statistics_that_broadcast(rng, shape):
+    w, squares = oracle.normal(rng, (2, 8, 3)), np.square(oracle.normal(rng, shape))
+    inputs = pruning.Statistics(jnp.asarray(1), jnp.asarray(squares))
+    oracle.assert_close(pruning.wanda_scores(w, inputs), np.abs(w) * np.sqrt(squares.astype(np.float64))[..., None])
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda w, s: pruning.wanda_scores(w, s(6)), ValueError, r"squares of shape \(6,\), expected \(8,\)"),
+        (lambda w, s: pruning.wanda_scores(w, s(1, 8)), ValueError, r"squares of shape \(1, 8\), expected \(8,\)"),
+        (
+            lambda w, _: pruning.wanda_scores(w, NO_STATISTICS),
+            TypeError,
+            "wanda_scores: inputs is a NoneType, expected Statistics",
+        ),
+        (
+            lambda w, _: pruning.wanda_scores(w[0], NO_STATISTICS),
+            ValueError,
+            r"wanda_scores: the dense weight has shape \(3,\)",
+        ),
+        (lambda w, s: pruning.sparsegpt(w, "2:4", s(6)), ValueError, r"sparsegpt: inputs have squares of shape \(6,\)"),
+        (
+            lambda w, _: pruning.sparsegpt(w, "2:4", NO_STATISTICS),
+            TypeError,
+            "sparsegpt: inputs is missing, expected Statistics",
+        ),
+        (lambda w, _: pruning.find_permutation(w * 1j, "2:4"), TypeError, "scores has dtype complex64, expected real"),
+    ],
+)
+def test_helpers_say_what_is_wrong(call, error, message):
+    def statistics(*shape):
+        return pruning.Statistics(jnp.asarray(1), jnp.ones(shape), jnp.ones((*shape, shape[-1])))
+
+    with pytest.raises(error, match=message):
+        call(jnp.ones((8, 3)), statistics)

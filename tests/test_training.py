@@ -263,6 +263,39 @@ def test_mask_statistics(rng):
     assert set(mask_statistics(after, rules)["a/kernel"]) == {"kept_magnitude"}
 
 
+@pytest.mark.parametrize("scale", [0.0, 1e-42, 1e-30, 1e38])
+def test_mask_statistics_of_any_scale(scale):
+    w = np.array([[3.0], [1.0], [2.0], [0.0]], np.float32) * np.float32(scale)
+    found = mask_statistics({"kernel": jnp.asarray(w)}, "1:4")["kernel"]
+    # Devices may take subnormal numbers for zeros, of which nothing is lost.
+    assert float(found["kept_magnitude"]) in ((1.0, 0.5) if scale == 1e-42 else (1.0,) if scale == 0 else (0.5,))
+
+
+def test_mask_statistics_of_no_layers():
+    none = {"kernel": jnp.ones((0, 4, 4))}
+    found = mask_statistics(none, {"kernel": nms.Rule("2:4", contracted=1, stacked=1)}, none)["kernel"]
+    assert (float(found["kept_magnitude"]), float(found["flip_rate"])) == (1, 0)
+
+
+def test_decay_by_an_optax_schedule(rng):
+    """The decay of step k is schedule(k), in a jitted step that compiles once."""
+    schedule = optax.linear_schedule(0.0, 0.5, 2)
+    params = {"kernel": jnp.asarray(oracle.normal(rng, (8, 3)))}
+    pruned = np.where(keep(np.asarray(params["kernel"]), "2:4"), 0, np.asarray(params["kernel"], np.float64))
+    decay = sr_ste_decay("2:4", schedule)
+    state, traced = decay.init(params), []
+
+    @jax.jit
+    def step(state):
+        traced.append(1)
+        return decay.update(jax.tree.map(jnp.ones_like, params), state, params)
+
+    for strength in (0.0, 0.25, 0.5, 0.5):
+        updates, state = step(state)
+        oracle.assert_close(updates["kernel"], 1 + strength * pruned)
+    assert traced == [1]
+
+
 def test_rules(rng):
     """The first rule that is found counts, None leaves dense, and vectors take no part."""
     params = {
@@ -316,6 +349,34 @@ def test_kernels_of_several_axes_and_embeddings_as_sparsify_packs_them(rng):
         ),
         (lambda: sr_ste(jnp.ones(4), "2:4"), ValueError, r"sr_ste: the dense weight has shape \(4,\)"),
         (lambda: sr_ste(jnp.ones((4, 4), jnp.int8), "2:4"), TypeError, "sr_ste: w has dtype int8"),
+        (
+            lambda: sr_ste(jnp.ones((4, 4)), "2:4", -0.1),
+            ValueError,
+            "sr_ste: decay is -0.1, expected a finite number of",
+        ),
+        (lambda: sr_ste(jnp.ones((4, 4)), "2:4", np.nan), ValueError, "sr_ste: decay is nan, expected"),
+        (lambda: sr_ste(jnp.ones((4, 4)), "2:4", jnp.ones(2)), TypeError, "sr_ste: decay is .*, expected a number"),
+        (
+            lambda: sr_ste(jnp.ones((0, 4)), "2:4"),
+            ValueError,
+            r"sr_ste: the dense weight has shape \(0, 4\), expected at",
+        ),
+        (lambda: sr_ste_decay("2:4", -1e-4), ValueError, "sr_ste_decay: decay is -0.0001, expected a finite number"),
+        (
+            lambda: sr_ste_decay({"attention": "2:4"}, 0.1).init({"kernel": jnp.ones((4, 4))}),
+            ValueError,
+            "sr_ste_decay: the rule 'attention' matches no layer",
+        ),
+        (
+            lambda: mask_statistics({"kernel": jnp.ones((4, 4))}, "2:4", {"kernel": jnp.ones((4, 3))}),
+            ValueError,
+            r"params\['kernel'\] has shape \(4, 4\) in params and \(4, 3\) in previous",
+        ),
+        (
+            lambda: mask_statistics({"kernel": jnp.ones((0, 4))}, "2:4"),
+            ValueError,
+            r"mask_statistics: kernel: the dense weight has shape \(0, 4\)",
+        ),
         (
             lambda: sr_ste_decay({"k": "2:4"}, 0.1).update({"k": jnp.ones((4, 4))}, NO_STATE),
             ValueError,

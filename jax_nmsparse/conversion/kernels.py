@@ -21,6 +21,7 @@ from jax_nmsparse.conversion.report import LayerReport
 from jax_nmsparse.conversion.rules import Matcher, Rule, check_method
 from jax_nmsparse.pruning import Statistics, prune
 from jax_nmsparse.pruning.one_shot import check_inputs, check_second_order
+from jax_nmsparse.pruning.selection import over_largest
 from jax_nmsparse.quantization import quantize
 from jax_nmsparse.tables import track
 
@@ -181,15 +182,9 @@ def _errors(dense: jax.Array, w: NMSparse, gram: jax.Array | None) -> tuple[jax.
     All are divided by their largest number first, so that no square overflows or vanishes; NaN and Inf give NaN.
     """
     dtype = jnp.promote_types(dense.dtype, jnp.float32)
-
-    def largest(x: jax.Array) -> jax.Array:
-        peak = jnp.max(jnp.abs(x), initial=0)
-        return jnp.where(peak == 0, 1, peak)
-
-    dense, stored = dense.astype(dtype), w.todense().astype(dtype)
-    scale = largest(dense)
-    dense = dense / scale
-    delta = dense - stored / scale
+    dense = dense.astype(dtype)
+    dense, stored = over_largest(dense, dense, w.todense().astype(dtype))
+    delta = dense - stored
 
     def relative(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
         # Rounding may take a sum that is zero below it.
@@ -198,7 +193,7 @@ def _errors(dense: jax.Array, w: NMSparse, gram: jax.Array | None) -> tuple[jax.
     weight = relative(jnp.sum(jnp.square(delta)), jnp.sum(jnp.square(dense)))
     if gram is None:
         return weight, None
-    gram = gram.astype(dtype) / largest(gram.astype(dtype))
+    (gram,) = over_largest(gram.astype(dtype), gram.astype(dtype))
 
     def energy(kernel: jax.Array) -> jax.Array:
         return jnp.sum(kernel * jnp.matmul(gram, kernel, precision=lax.Precision.HIGHEST))

@@ -22,7 +22,7 @@ def as_variables(tree: Mapping[str, Any]) -> dict[str, Any]:
 
     def copied(node: Any) -> Any:
         if isinstance(node, Mapping):
-            return {key: copied(child) for key, child in node.items()}
+            return {key: copied(node[key]) for key in sorted(node, key=str)}
         return nn.meta.unbox(node)
 
     plain: dict[str, Any] = copied(tree)

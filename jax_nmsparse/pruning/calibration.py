@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +17,7 @@ from flax import nnx
 from jax import lax
 from jax.typing import ArrayLike
 
+from jax_nmsparse import explicit
 from jax_nmsparse.pruning.selection import score_dtype
 
 LAYERS: tuple[type, ...] = (nn.Dense, nn.DenseGeneral, nnx.Linear, nnx.LinearGeneral)
@@ -72,7 +74,7 @@ class Statistics:
                     f"Statistics: where has shape {jnp.shape(where)}, expected one that broadcasts to {x.shape[:-1]} "
                     "(= tokens of x)"
                 ) from None
-        return _sums(x, where, gram)
+        return explicit.sum_over_tokens(functools.partial(_sums, gram=gram), x, where)
 
     def update(self, x: jax.Array, *, where: ArrayLike | None = None) -> Statistics:
         """Counts another batch; arguments as in `from_inputs`."""
@@ -93,13 +95,30 @@ class Statistics:
         return f"Statistics(squares {shape}, {'without' if self.gram is None else 'with'} gram)"
 
 
-@jax.jit(static_argnums=2)
+def check_statistics(op: str, inputs: Any, shape: tuple[int, ...], purpose: str = "") -> None:
+    """Raises where inputs are not the statistics of what a weight of a shape reads."""
+    if not isinstance(inputs, Statistics):
+        got = "missing" if inputs is None else f"a {type(inputs).__name__}"
+        raise TypeError(
+            f"{op}: inputs is {got}, expected Statistics{purpose}; pruning.calibrate(function, model, batches) or "
+            "pruning.Statistics.from_inputs(x) makes them"
+        )
+    lead, rows = shape[:-2], shape[-2]
+    if tuple(inputs.squares.shape) not in ((rows,), (*lead, rows)):
+        expected = f"{(rows,)} or {(*lead, rows)}" if lead else f"{(rows,)}"
+        raise ValueError(
+            f"{op}: inputs have squares of shape {inputs.squares.shape}, expected {expected} (= in_features of dense "
+            f"{shape})"
+        )
+
+
+@jax.jit(static_argnames="gram")
 def _sums(x: jax.Array, where: jax.Array | None, gram: bool) -> Statistics:
-    x = x.reshape(-1, x.shape[-1])
+    x = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     tokens = jnp.asarray(x.shape[0], jnp.int32)
     if where is not None:
         # Not a product with the mask: what a padding token holds may be NaN.
-        x, tokens = jnp.where(where.reshape(-1, 1), x, 0), jnp.sum(where, dtype=jnp.int32)
+        x, tokens = jnp.where(where.reshape(len(x), 1), x, 0), jnp.sum(where, dtype=jnp.int32)
     dtype = score_dtype(x.dtype)
     squares = jnp.sum(jnp.square(x.astype(dtype)), axis=0)
     if not gram:
@@ -122,7 +141,7 @@ def calibrate(
     *,
     include: str = "",
     gram: bool = True,
-    where: Callable[[Any], jax.Array] | None = None,
+    where: Callable[[Any], ArrayLike] | None = None,
     layers: tuple[type, ...] = LAYERS,
 ) -> dict[str, Statistics]:
     """Runs ``function(model, batch)`` over batches and returns the statistics of what every layer read.
@@ -206,7 +225,7 @@ def calibrate(
 class _Recorder:
     """Statistics by path, filled while function is traced."""
 
-    def __init__(self, include: re.Pattern, gram: bool, where: jax.Array | None, layers: tuple[type, ...]) -> None:
+    def __init__(self, include: re.Pattern, gram: bool, where: ArrayLike | None, layers: tuple[type, ...]) -> None:
         self.found: dict[str, Statistics] = {}
         self._include, self._gram, self._layers = include, gram, layers
         self._where = None if where is None else jnp.asarray(where)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from jax_nmsparse.array import NMSparse, check_dense, check_pattern
 from jax_nmsparse.layout import Layout
 from jax_nmsparse.pattern import NMPattern
-from jax_nmsparse.pruning.calibration import Statistics
+from jax_nmsparse.pruning.calibration import Statistics, check_statistics
 from jax_nmsparse.pruning.selection import magnitude_mask, scored_mask
 from jax_nmsparse.pruning.sparsegpt import is_positive_definite, sparsegpt
 from jax_nmsparse.pruning.wanda import wanda_scores
@@ -87,25 +87,13 @@ def prune(
         check_inputs(method, dense.shape, dense.dtype, inputs)
         if method == "sparsegpt":
             return _second_order(dense, pattern, inputs, damping)
-        mask = scored_mask(wanda_scores(dense, inputs), layout)
+        mask = scored_mask(wanda_scores(dense, cast("Statistics", inputs)), layout)
     return NMSparse._from_units(dense, mask, pattern)
 
 
 def check_inputs(method: str, shape: tuple[int, ...], dtype: Any, inputs: Any) -> None:
     """Raises where inputs do not serve a method for a weight of a shape and dtype."""
-    if not isinstance(inputs, Statistics):
-        got = "missing" if inputs is None else f"a {type(inputs).__name__}"
-        raise TypeError(
-            f"prune: inputs is {got}, expected Statistics for method={method!r}; pruning.calibrate(function, model, "
-            "batches) or pruning.Statistics.from_inputs(x) makes them"
-        )
-    lead, rows = shape[:-2], shape[-2]
-    if tuple(inputs.squares.shape) not in ((rows,), (*lead, rows)):
-        expected = f"{(rows,)} or {(*lead, rows)}" if lead else f"{(rows,)}"
-        raise ValueError(
-            f"prune: inputs have squares of shape {inputs.squares.shape}, expected {expected} (= in_features of dense "
-            f"{shape})"
-        )
+    check_statistics("prune", inputs, shape, f" for method={method!r}")
     if method == "sparsegpt" and inputs.gram is None:
         raise ValueError("prune: inputs hold no gram, which method='sparsegpt' needs; gather them with gram=True")
     if method in METHODS[1:] and not jnp.issubdtype(dtype, jnp.floating):

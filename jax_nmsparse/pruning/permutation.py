@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from jax_nmsparse.array import check_pattern
 from jax_nmsparse.layout import Layout
 from jax_nmsparse.pattern import NMPattern
-from jax_nmsparse.pruning.selection import score_dtype, unit_scores
+from jax_nmsparse.pruning.selection import check_scores, score_dtype, unit_scores
 
 
 def find_permutation(
@@ -39,7 +39,8 @@ def find_permutation(
       int32 ``[in_features]``, the old channel at every new place.
 
     Raises:
-      ValueError: For scores that are no matrix, or steps below 0.
+      ValueError, TypeError: For scores that are no matrix of real numbers, are empty, or split over explicit mesh axes;
+        steps below 0.
 
     Example:
       >>> import jax.numpy as jnp
@@ -53,9 +54,11 @@ def find_permutation(
     local optima).
     """
     pattern, steps = check_pattern("find_permutation", pattern), operator.index(steps)
-    scores = jnp.asarray(scores)
-    if scores.ndim != 2:
-        raise ValueError(f"find_permutation: scores has shape {scores.shape}, expected [in_features, out_features]")
+    if jnp.ndim(scores) != 2:
+        raise ValueError(
+            f"find_permutation: scores has shape {jnp.shape(scores)}, expected [in_features, out_features]"
+        )
+    scores = check_scores("find_permutation", scores)
     if steps < 0:
         raise ValueError(f"find_permutation: steps is {steps}, expected at least 0")
     return _search(scores, jax.random.key(0) if key is None else key, Layout(pattern, *scores.shape), steps)

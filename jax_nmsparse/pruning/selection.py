@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,30 @@ from jax_nmsparse.layout import Layout
 def score_dtype(*dtypes) -> jnp.dtype:
     """float64 where one of the operands has it, otherwise float32: what scores and statistics are computed in."""
     return jnp.dtype(jnp.float64 if jnp.dtype(jnp.float64) in map(jnp.dtype, dtypes) else jnp.float32)
+
+
+def over_largest(reference: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Arrays divided by the largest magnitude of a reference, by 1 where that is 0.
+
+    Sums of the reference's squares then neither overflow nor vanish.
+    """
+    peak = jnp.max(jnp.abs(reference), initial=0)
+    # XLA may multiply by the reciprocal, which must not be subnormal.
+    shift = jnp.where(peak > 1, 2.0**-8, 1.0).astype(peak.dtype)
+    divisor = jnp.where(peak == 0, 1, peak * shift)
+    return tuple(array * shift / divisor for array in arrays)
+
+
+def check_scores(op: str, scores: Any) -> jax.Array:
+    scores = jnp.asarray(scores)
+    if scores.ndim < 2 or 0 in scores.shape[-2:]:
+        raise ValueError(
+            f"{op}: scores has shape {scores.shape}, expected [..., in_features, out_features], at least one of each"
+        )
+    if jnp.issubdtype(scores.dtype, jnp.complexfloating):
+        raise TypeError(f"{op}: scores has dtype {scores.dtype.name}, expected real numbers; take their abs")
+    explicit.check_whole_array(op, "scores", scores)
+    return scores
 
 
 def unit_scores(scores: jax.Array, layout: Layout) -> jax.Array:
@@ -65,6 +90,13 @@ def magnitude_units(dense: jax.Array, layout: Layout, n: int | jax.Array | None 
     """Which units are kept by magnitude, n of every group (by default the pattern's): bool, one for every unit."""
     scores = jnp.abs(dense.astype(score_dtype(dense.dtype)))
     return layout_lib.select(unit_scores(scores, layout), layout, n)
+
+
+@functools.partial(explicit.by_parts, trailing=(2, 0), op="sr_ste")
+@jax.jit(static_argnums=2)
+def magnitude_elements(dense: jax.Array, n: jax.Array | None, layout: Layout) -> jax.Array:
+    """Which elements are kept by magnitude, n units of every group (by default the pattern's): bool, as dense."""
+    return spread(magnitude_units(dense, layout, n), layout)
 
 
 @functools.partial(explicit.by_parts, trailing=(2,))

@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_nmsparse import explicit
 from jax_nmsparse import layout as layout_lib
+from jax_nmsparse.array import check_dense, check_pattern
 from jax_nmsparse.layout import Layout
 from jax_nmsparse.pattern import NMPattern
-from jax_nmsparse.pruning.calibration import Statistics
+from jax_nmsparse.pruning.calibration import Statistics, check_statistics
 from jax_nmsparse.pruning.selection import score_dtype
 
 _BLOCK_ROWS = 128
@@ -22,7 +24,7 @@ _dot = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 @jax.jit(static_argnames="pattern")
 def sparsegpt(
-    dense: jax.Array, pattern: NMPattern, inputs: Statistics, *, damping: float | jax.Array = 0.01
+    dense: jax.Array, pattern: NMPattern | str, inputs: Statistics, *, damping: float | jax.Array = 0.01
 ) -> tuple[jax.Array, jax.Array]:
     """Prunes so that ``||x W - x W'||^2`` stays small, where x are the inputs of calibration.
 
@@ -42,13 +44,17 @@ def sparsegpt(
 
     Args:
       dense: Float ``[..., in_features, out_features]``.
-      pattern: The `NMPattern`.
+      pattern: The pattern, or a string such as "2:4".
       inputs: `Statistics` with gram, with the leading axes of dense or none.
       damping: As above. 0.01 is the authors'.
 
     Returns:
       ``(W', mask)``: the updated weight in the dtype of dense, zero where nothing is kept, and uint32
       ``[..., windows, out_blocks, words]``. NaN where H is not positive definite; `prune` checks that outside jit.
+
+    Raises:
+      TypeError, ValueError: For a dense weight or statistics of another kind, dtype or shape, statistics without gram,
+        and arrays that are split over explicit mesh axes.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_nmsparse as nms
@@ -61,8 +67,12 @@ def sparsegpt(
 
     Source: Frantar and Alistarh, "SparseGPT: Massive Language Models Can Be Accurately Pruned in One-Shot", ICML 2023.
     """
+    pattern, dense = check_pattern("sparsegpt", pattern), check_dense("sparsegpt", dense)
+    check_statistics("sparsegpt", inputs, dense.shape)
     if inputs.gram is None:
         raise ValueError("sparsegpt: inputs hold no gram; gather them with gram=True")
+    explicit.check_whole_array("sparsegpt", "dense", dense)
+    explicit.check_whole_array("sparsegpt", "the gram of inputs", inputs.gram)
     layout = Layout(pattern, *dense.shape[-2:])
     dtype = score_dtype(dense.dtype, inputs.gram.dtype)
     factor = functools.partial(_inverse_factor, damping=damping, dtype=dtype)

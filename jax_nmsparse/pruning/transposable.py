@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from jax_nmsparse.array import check_pattern
 from jax_nmsparse.layout import Layout
 from jax_nmsparse.pattern import NMPattern
-from jax_nmsparse.pruning.selection import score_dtype
+from jax_nmsparse.pruning.selection import check_scores, score_dtype
 
 _EXACT_GROUP = 4
 _SINKHORN_STEPS = 100
@@ -40,7 +40,8 @@ def transposable_mask(scores: ArrayLike, pattern: NMPattern | str) -> jax.Array:
       bool, of the shape of scores.
 
     Raises:
-      ValueError: For scores with fewer than two axes.
+      ValueError, TypeError: For scores with fewer than two axes, without rows or columns, that are complex, or split
+        over explicit mesh axes.
 
     Example:
       >>> import jax.numpy as jnp
@@ -53,11 +54,7 @@ def transposable_mask(scores: ArrayLike, pattern: NMPattern | str) -> jax.Array:
     Masks", NeurIPS 2021 (greedy with its bound); Cuturi, NeurIPS 2013 (Sinkhorn iterations).
     """
     pattern = check_pattern("transposable_mask", pattern)
-    scores = jnp.asarray(scores)
-    if scores.ndim < 2:
-        raise ValueError(
-            f"transposable_mask: scores has shape {scores.shape}, expected [..., in_features, out_features]"
-        )
+    scores = check_scores("transposable_mask", scores)
     return _mask(scores, Layout(pattern, *scores.shape[-2:]))
 
 
