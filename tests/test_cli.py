@@ -119,6 +119,14 @@ def test_layout_of_the_axes(tmp_path, rng):
         (("{in}", "{out}", "--pattern=2:4", "--method=wanda"), "needs statistics of what model.layers.0.down reads"),
         (("{in}", "{in}", "--pattern=2:4"), "exists already; --force replaces it"),
         (("{in}", "{dir}/no/out", "--pattern=2:4"), "there is no directory"),
+        (
+            ("{in}", "{out}", "--pattern=2:4", "--include=up", "--exclude=up"),
+            "'up' is given to --include and to --exclude",
+        ),
+        (
+            ("{dir}/norms.safetensors", "{out}", "--pattern=2:4"),
+            "holds no matrix to prune: none of two axes and a float",
+        ),
         (("{in}", "{dir}", "--pattern=2:4", "--force"), "is a directory, expected the name of a file"),
         (("{in}", ".", "--pattern=2:4"), ". is a directory, expected the name of a file"),
         (("{in}", "/dev/null", "--pattern=2:4", "--force"), "/dev/null is no regular file"),
@@ -132,6 +140,7 @@ def test_layout_of_the_axes(tmp_path, rng):
 def test_errors_are_said_and_nothing_is_written(model, tmp_path, capsys, arguments, message):
     path, _ = model
     (tmp_path / "broken.safetensors").write_bytes(path.read_bytes()[:-9])
+    safetensors.numpy.save_file({"norm.weight": np.ones(8, np.float32)}, tmp_path / "norms.safetensors")
     before = files(tmp_path), path.read_bytes()
     names = {"dir": tmp_path, "in": path, "out": tmp_path / "out.safetensors"}
     assert run("prune", *(argument.format(**names) for argument in arguments), "--quiet") == 1

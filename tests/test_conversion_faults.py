@@ -185,6 +185,52 @@ def test_shapes_alone_are_refused_with_the_remedy():
         nms.sparsify(abstract, "2:4")
 
 
+# Leaves and rules that do not go together.
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "bfloat16", "float16"])
+def test_kernels_of_every_dtype(rng, dtype):
+    kernel = np.asarray(oracle.integers(rng, (32, 8))).astype(jnp.dtype(dtype))
+    variables, report = nms.sparsify({"kernel": kernel}, "2:4")
+    wide = kernel.astype(np.float64)
+    delta = wide - np.asarray(nms.densify(variables)["params"]["kernel"]).astype(np.float64)
+    errors: Any = report.layers[0].weight_error
+    np.testing.assert_allclose(errors, np.linalg.norm(delta) / np.linalg.norm(wide), rtol=1e-5)
+
+
+def test_masks_as_lists(rng):
+    kernel, mask = oracle.normal(rng, (4, 1)), [[True], [False], [False], [True]]
+    variables, _ = nms.sparsify({"kernel": kernel}, "2:4", masks={"kernel": mask})
+    np.testing.assert_array_equal(nms.densify(variables)["params"]["kernel"], np.where(mask, kernel, 0))
+
+
+@pytest.mark.parametrize(
+    ("leaf", "rule", "error", "message"),
+    [
+        (
+            np.ones((8, 8), np.int8),
+            nms.Rule("2:4", dtype="int8"),
+            TypeError,
+            "dtype int8, expected a float dtype where",
+        ),
+        (np.ones((8, 8)), nms.Rule("2:4", contracted=2), ValueError, "expected more axes than the 2 contracted and 0"),
+        (np.ones(8), "2:4", ValueError, r"has shape \(8,\), of which the parameters alone do not say"),
+        ([[1.0]], "2:4", TypeError, "a/kernel is a list, expected an array$"),
+        (nnx.Param(jnp.ones((8, 8))), "2:4", TypeError, "is a Param, expected an array; give sparsify the nnx.Module"),
+    ],
+)
+def test_what_does_not_go_together(leaf, rule, error, message):
+    with pytest.raises(error, match=message):
+        nms.sparsify({"a": {"kernel": leaf}}, {"kernel": rule})
+
+
+def test_densify_names_the_layer_that_is_damaged(rng):
+    variables, _ = nms.sparsify({"net": {0: {"kernel": oracle.normal(rng, (32, 8))}}}, "2:4")
+    variables["params"]["net"][0]["values"] = variables["params"]["net"][0]["values"][:, :4]
+    with pytest.raises(ValueError, match="densify: net/0: NMSparse: values has shape"):
+        nms.densify(variables)
+
+
 # Rules.
 
 

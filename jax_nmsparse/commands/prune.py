@@ -74,6 +74,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise FileExistsError(f"prune: {output} exists already; --force replaces it")
     with Reader(arguments.input) as reader:
         candidates = list(_candidates(reader, arguments.layout))
+        if not candidates:
+            raise ValueError(
+                f"prune: {arguments.input} holds no matrix to prune: none of two axes and a float dtype that is not "
+                "sparse already; inspect --all lists what it holds"
+            )
         rules = _rules(arguments, [candidate.name for candidate in candidates])
         statistics = _statistics(arguments.statistics)
         steps = plan(candidates, rules, method=arguments.method, statistics=statistics, masks=None)
@@ -124,6 +129,8 @@ class _Named(Candidate):
 
 def _rules(arguments: argparse.Namespace, names: list[str]) -> dict[str, Rule | None]:
     excluded = [e for e in arguments.exclude or () if e]
+    if both := set(excluded) & set(arguments.include or ()):
+        raise ValueError(f"prune: {min(both)!r} is given to --include and to --exclude; leave one of them out")
     if arguments.exclude is None and any(re.search(EXCLUDED, name) for name in names):
         excluded = [EXCLUDED]
     rules: dict[str, Rule | None] = dict.fromkeys(excluded)

@@ -21,7 +21,7 @@ from jax_nmsparse.conversion.report import LayerReport
 from jax_nmsparse.conversion.rules import Matcher, Rule, check_method
 from jax_nmsparse.pruning import Statistics, prune
 from jax_nmsparse.pruning.one_shot import check_inputs, check_second_order
-from jax_nmsparse.pruning.selection import over_largest
+from jax_nmsparse.pruning.selection import over_largest, score_dtype
 from jax_nmsparse.quantization import quantize
 from jax_nmsparse.tables import track
 
@@ -181,7 +181,7 @@ def _errors(dense: jax.Array, w: NMSparse, gram: jax.Array | None) -> tuple[jax.
 
     All are divided by their largest number first, so that no square overflows or vanishes; NaN and Inf give NaN.
     """
-    dtype = jnp.promote_types(dense.dtype, jnp.float32)
+    dtype = score_dtype(dense.dtype)
     dense = dense.astype(dtype)
     dense, stored = over_largest(dense, dense, w.todense().astype(dtype))
     delta = dense - stored
@@ -283,6 +283,7 @@ def _job(candidate: Candidate, rule: Rule, method: str, statistics: Mapping[str,
     candidate = _resolved(candidate, rule)
     mask = next((masks[name] for name in (candidate.name, candidate.path) if name in masks), None)
     if mask is not None:
+        mask = mask if hasattr(mask, "dtype") else np.asarray(mask)
         if np.shape(mask) != candidate.shape:
             raise ValueError(
                 f"sparsify: the mask of {candidate.name} has shape {np.shape(mask)}, expected {candidate.shape}"
@@ -319,11 +320,21 @@ def _resolved(candidate: Candidate, rule: Rule) -> Candidate:
         raise ValueError(
             f"sparsify: the rule of {candidate.name} asks for float64, which needs 64-bit types; set JAX_ENABLE_X64=1"
         )
+    if rule.values_dtype is not None and not jnp.issubdtype(candidate.dtype, jnp.floating):
+        raise TypeError(
+            f"sparsify: {candidate.name} has dtype {jnp.dtype(candidate.dtype).name}, expected a float dtype where the "
+            f"rule quantises to {jnp.dtype(rule.dtype).name}"
+        )
     if candidate.contracted is not None:
         return candidate
     first = rule.stacked + (rule.contracted or 1)
     known = rule.contracted is not None or len(candidate.shape) == rule.stacked + 2
-    if not known or not first < len(candidate.shape):
+    if rule.contracted is not None and not first < len(candidate.shape):
+        raise ValueError(
+            f"sparsify: {candidate.name} has shape {candidate.shape}, expected more axes than the {rule.contracted} "
+            f"contracted and {rule.stacked} stacked ones of its rule"
+        )
+    if not known:
         raise ValueError(
             f"sparsify: {candidate.name} has shape {candidate.shape}, of which the parameters alone do not say what is "
             "contracted; use Rule(pattern, contracted=..., stacked=...), or leave it dense by a rule before the one "

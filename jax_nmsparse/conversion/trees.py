@@ -10,11 +10,17 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from jax_nmsparse.conversion.kernels import Candidate, Job, each, plan
 from jax_nmsparse.conversion.report import LayerReport, Report
 from jax_nmsparse.linen import MASK_COLLECTION, NMSparseDenseGeneral, NMSparseEmbed
 from jax_nmsparse.linen.variables import stored_description
+
+_REMEDIES = {
+    jax.ShapeDtypeStruct: "; jax.eval_shape(lambda tree: sparsify(tree, rules)[0], tree) gives shapes of the result",
+    nnx.Param: "; give sparsify the nnx.Module itself, whose layers change, and not its state",
+}
 
 
 def as_variables(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,10 +41,8 @@ def _candidates(params: dict[Any, Any], path: tuple[Any, ...] = ()) -> Iterator[
             others = set(params) - {leaf, *(("bias",) if leaf == "kernel" else ())}
             array = params[leaf]
             if not isinstance(array, (jax.Array, np.ndarray)):
-                raise TypeError(
-                    f"sparsify: {'/'.join(map(str, (*path, leaf)))} is a {type(array).__name__}, expected an array; "
-                    "of shapes alone, jax.eval_shape(lambda tree: sparsify(tree, rules)[0], tree) gives the result's"
-                )
+                name = f"sparsify: {'/'.join(map(str, (*path, leaf)))} is a {type(array).__name__}, expected an array"
+                raise TypeError(name + _REMEDIES.get(type(array), ""))
             beside = ", ".join(sorted(map(str, others)))
             yield Candidate(
                 path="/".join(map(str, path)),
@@ -116,18 +120,22 @@ def densify_variables(tree: Mapping[str, Any]) -> dict[str, Any]:
     variables = as_variables(tree)
     masks = variables.pop(MASK_COLLECTION, {})
 
-    def visit(params: dict[str, Any], constants: dict[str, Any]) -> None:
+    def visit(params: dict[Any, Any], constants: dict[Any, Any], path: tuple[Any, ...] = ()) -> None:
         if "mask" in constants and "format" in constants:
             layer = {"params": dict(params), MASK_COLLECTION: constants}
-            embedding = stored_description(layer).of == "embedding"
-            dense = NMSparseEmbed.to_dense(layer) if embedding else NMSparseDenseGeneral.to_dense(layer)
+            try:
+                embedding = stored_description(layer).of == "embedding"
+                dense = NMSparseEmbed.to_dense(layer) if embedding else NMSparseDenseGeneral.to_dense(layer)
+            except (ValueError, TypeError) as error:
+                kind = TypeError if isinstance(error, TypeError) else ValueError
+                raise kind(f"densify: {'/'.join(map(str, path))}: {error}") from error
             params.clear()
             params.update(dense)
             return
         for key, child in constants.items():
             if not isinstance(child, dict) or not isinstance(params.get(key, {}), dict):
                 raise ValueError(f"densify: {MASK_COLLECTION} holds {key!r}, expected the variables of layers")
-            visit(params.setdefault(key, {}), child)
+            visit(params.setdefault(key, {}), child, (*path, key))
 
     visit(variables["params"], masks)
     _check_all_dense(variables["params"])
