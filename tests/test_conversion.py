@@ -82,6 +82,7 @@ def test_linen_model_and_back(trained):
     for layer, leaf in zip(report.layers, ("embedding", *["kernel"] * 4), strict=True):
         before = np.asarray(trained["params"][layer.path][leaf], np.float64)
         after = np.asarray(dense["params"][layer.path][leaf], np.float64)
+        assert layer.weight_error is not None
         np.testing.assert_allclose(
             layer.weight_error, np.linalg.norm(before - after) / np.linalg.norm(before), rtol=1e-5
         )
