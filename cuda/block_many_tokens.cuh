@@ -19,8 +19,8 @@
 //   x 8 of partial sums.
 // Synchronisation. full[slot]: weights and x of the slot have landed (bytes of the copy engine, and with lanes the
 //   arrival of every producer thread's copies). empty[slot]: all eight consumer warps are done with it. Named barriers:
-//   1 and 2, a consumer and its store buffers; 3, the producers and their two lists. Stores of y overlap
-//   the next tile, whose first stages are loaded meanwhile. Blocks of a cluster start and end together.
+//   1 and 2, a consumer and its store buffers; 3, the producers and their two lists. Stores of y overlap the
+//   next tile, whose first stages are loaded meanwhile. Blocks of a cluster start and end together.
 #ifndef JAX_NMSPARSE_CUDA_BLOCK_MANY_TOKENS_CUH_
 #define JAX_NMSPARSE_CUDA_BLOCK_MANY_TOKENS_CUH_
 

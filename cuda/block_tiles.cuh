@@ -102,21 +102,18 @@ __device__ __forceinline__ void SyncCluster(int splits) {
 }
 
 __device__ __forceinline__ float4 LoadFromBlock(uint32_t address, int block) {
-  float4 v;
 #if __CUDA_ARCH__ >= 900
+  float4 v;
   uint32_t remote;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(block));
   asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
                : "r"(remote)
                : "memory");
-#else
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(address)
-               : "memory");
-#endif
   return v;
+#else
+  return LoadShared16<float4>(address);
+#endif
 }
 
 // ---------------------------------------------------------------------------------------------------- x transposed

@@ -84,6 +84,49 @@ __device__ __forceinline__ double To<double>(int32_t v) {
   return v;
 }
 
+// Two numbers as a pair of a dtype: float2, __half2 or __nv_bfloat162.
+template <class Pair>
+__device__ __forceinline__ Pair RoundPair(float low, float high) {
+  if constexpr (std::is_same_v<Pair, float2>) {
+    return make_float2(low, high);
+  } else if constexpr (std::is_same_v<Pair, __half2>) {
+    return __floats2half2_rn(low, high);
+  } else {
+    static_assert(std::is_same_v<Pair, __nv_bfloat162>, "a pair of float32, float16 or bfloat16");
+    return __floats2bfloat162_rn(low, high);
+  }
+}
+
+// The 32 bits of a pair of 16-bit elements, and the pair of such bits.
+template <class Pair>
+__device__ __forceinline__ uint32_t Bits(Pair pair) {
+  uint32_t bits;
+  static_assert(sizeof(pair) == sizeof(bits));
+  memcpy(&bits, &pair, sizeof(bits));
+  return bits;
+}
+template <class Pair>
+__device__ __forceinline__ Pair FromBits(uint32_t bits) {
+  Pair pair;
+  static_assert(sizeof(pair) == sizeof(bits));
+  memcpy(&pair, &bits, sizeof(bits));
+  return pair;
+}
+
+// 16 aligned bytes of shared memory, as a uint4 or float4.
+template <class Vector = uint4>
+__device__ __forceinline__ Vector LoadShared16(uint32_t address) {
+  uint4 bits;
+  Vector v;
+  static_assert(sizeof(v) == sizeof(bits));
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
+               : "r"(address)
+               : "memory");
+  memcpy(&v, &bits, sizeof(v));
+  return v;
+}
+
 // An element of x, g or values at the accumulator's type: float, or int32_t where both operands are int8.
 template <class Acc, class T>
 __device__ __forceinline__ Acc ToAccumulator(T v) {

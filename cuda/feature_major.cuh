@@ -152,19 +152,6 @@ class TileOutput {
     return buffer + line * kLineBytes + (piece ^ line % 8) * 16;
   }
   template <class Pair>
-  __device__ static uint32_t Round(float low, float high) {
-    Pair rounded;
-    if constexpr (std::is_same_v<Pair, __half2>) {
-      rounded = __floats2half2_rn(low, high);
-    } else {
-      rounded = __floats2bfloat162_rn(low, high);
-    }
-    uint32_t bits;
-    memcpy(&bits, &rounded, sizeof(bits));
-    return bits;
-  }
-
-  template <class Pair>
   __device__ void StoreBoxes(const float (&d)[kValues], int batch, int out, int token) {
 #pragma unroll
     for (int chunk = 0; chunk < kTokens / kChunk; ++chunk) {
@@ -174,8 +161,8 @@ class TileOutput {
         const float* v = d + chunk * 32 + pair * 8;
         asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
                          Swizzled(buffer, warp_ * 16 + lane_ % 16, pair * 2 + lane_ / 16)),
-                     "r"(Round<Pair>(v[0], v[1])), "r"(Round<Pair>(v[2], v[3])), "r"(Round<Pair>(v[4], v[5])),
-                     "r"(Round<Pair>(v[6], v[7]))
+                     "r"(Bits(RoundPair<Pair>(v[0], v[1]))), "r"(Bits(RoundPair<Pair>(v[2], v[3]))),
+                     "r"(Bits(RoundPair<Pair>(v[4], v[5]))), "r"(Bits(RoundPair<Pair>(v[6], v[7])))
                      : "memory");
       }
       SendBuffer(buffer, token + chunk * kChunk, out, batch);

@@ -24,25 +24,8 @@ inline constexpr int kFeatureRowTokens = 32;                         // that pas
 inline constexpr int kFeatureRowPitch = kFeatureRowTokens * 2 + 16;  // bytes: no bank conflicts
 inline constexpr int kFeatureRowBytes = 16 * kFeatureRowPitch;       // of shared memory a warp needs
 
-__device__ __forceinline__ uint32_t RoundPair(DType dtype, float low, float high) {
-  uint32_t bits;
-  if (dtype == DType::kF16) {
-    const __half2 rounded = __floats2half2_rn(low, high);
-    memcpy(&bits, &rounded, sizeof(bits));
-  } else {
-    const __nv_bfloat162 rounded = __floats2bfloat162_rn(low, high);
-    memcpy(&bits, &rounded, sizeof(bits));
-  }
-  return bits;
-}
-
-__device__ __forceinline__ uint4 LoadShared16(uint32_t address) {
-  uint4 bits;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
-               : "r"(address)
-               : "memory");
-  return bits;
+__device__ __forceinline__ uint32_t RoundPairBits(DType dtype, float low, float high) {
+  return dtype == DType::kF16 ? Bits(RoundPair<__half2>(low, high)) : Bits(RoundPair<__nv_bfloat162>(low, high));
 }
 
 // Writes the 16 rows of a warp, kTokens tokens from `token` on: d[4 j + i] of lane l is row l / 4 + 8 (i / 2), token
@@ -74,8 +57,8 @@ __device__ __forceinline__ void StoreFeatureRows(const Result& result, int64_t b
     for (int pair = 0; pair < kFeatureRowTokens / 16; ++pair) {
       const float* v = d + first / 2 + pair * 8;
       asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to + pair * 32),
-                   "r"(RoundPair(result.dtype, v[0], v[1])), "r"(RoundPair(result.dtype, v[2], v[3])),
-                   "r"(RoundPair(result.dtype, v[4], v[5])), "r"(RoundPair(result.dtype, v[6], v[7]))
+                   "r"(RoundPairBits(result.dtype, v[0], v[1])), "r"(RoundPairBits(result.dtype, v[2], v[3])),
+                   "r"(RoundPairBits(result.dtype, v[4], v[5])), "r"(RoundPairBits(result.dtype, v[6], v[7]))
                    : "memory");
     }
     __syncwarp();

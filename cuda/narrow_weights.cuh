@@ -6,7 +6,7 @@
 
 namespace nmsparse::cuda {
 
-// Two operations on pairs of T, bits in and out, and the constants of the conversions below.
+// A pair of T, and the constants of the conversions below.
 template <class T>
 struct PairOf;
 
@@ -26,18 +26,6 @@ struct PairOf<__half> {
   static constexpr uint16_t kOverflow = 0x5890;  // 146
 };
 
-template <class T>
-__device__ __forceinline__ typename PairOf<T>::Type AsPair(uint32_t bits) {
-  typename PairOf<T>::Type pair;
-  memcpy(&pair, &bits, sizeof(pair));
-  return pair;
-}
-template <class Pair>
-__device__ __forceinline__ uint32_t Bits(Pair pair) {
-  uint32_t bits;
-  memcpy(&bits, &pair, sizeof(bits));
-  return bits;
-}
 __device__ __forceinline__ constexpr uint32_t Twice(uint32_t half) { return half << 16 | half; }
 
 // Byte `element` of two words of 8-bit weights: the first word's in the low half, as T.
@@ -49,19 +37,20 @@ __device__ __forceinline__ constexpr uint32_t Twice(uint32_t half) { return half
 // times zero makes it NaN again.
 template <class T, class Weight>
 __device__ __forceinline__ uint32_t WidenPair(uint32_t low, uint32_t high, int element) {
-  using Pair = PairOf<T>;
+  using Of = PairOf<T>;
+  using Pair = typename Of::Type;
   // The byte in both bytes of its half.
   const uint32_t bytes = __byte_perm(low, high, 0x4400 + element * 0x1111);
   if constexpr (std::is_same_v<Weight, E4M3>) {
-    const uint32_t fields = (bytes >> Pair::kShift & Twice(Pair::kFields)) | (bytes & 0x80008000u);
-    const auto value = __hmul2(AsPair<T>(fields), AsPair<T>(Twice(Pair::kScale)));
-    const auto overflow = __hmul2(value, AsPair<T>(Twice(Pair::kOverflow)));
-    return Bits(__hfma2(overflow, AsPair<T>(0), value));
+    const uint32_t fields = (bytes >> Of::kShift & Twice(Of::kFields)) | (bytes & 0x80008000u);
+    const Pair value = __hmul2(FromBits<Pair>(fields), FromBits<Pair>(Twice(Of::kScale)));
+    const Pair overflow = __hmul2(value, FromBits<Pair>(Twice(Of::kOverflow)));
+    return Bits(__hfma2(overflow, FromBits<Pair>(0), value));
   } else if constexpr (std::is_same_v<T, __half>) {
-    return Bits(__hsub2(AsPair<T>((bytes & 0x00ff00ffu) ^ 0x64806480u), AsPair<T>(Twice(0x6480))));
+    return Bits(__hsub2(FromBits<Pair>((bytes & 0x00ff00ffu) ^ 0x64806480u), FromBits<Pair>(Twice(0x6480))));
   } else {
-    return Bits(
-        __hsub2(AsPair<T>((bytes & 0x007f007fu) | 0x43004300u), AsPair<T>((bytes & 0x00800080u) | 0x43004300u)));
+    return Bits(__hsub2(FromBits<Pair>((bytes & 0x007f007fu) | 0x43004300u),
+                        FromBits<Pair>((bytes & 0x00800080u) | 0x43004300u)));
   }
 }
 

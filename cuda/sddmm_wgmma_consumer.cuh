@@ -93,9 +93,7 @@ class Consumer {
 #pragma unroll
     for (int i = 0; i < kCount / 4; ++i) {
       const float* v = d_ + kFirst + i * 4;
-      asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(Elsewhere(Buffer<kCount>(rank, i), owner)),
-                   "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
-                   : "memory");
+      StoreElsewhere(Buffer<kCount>(rank, i), owner, make_float4(v[0], v[1], v[2], v[3]));
     }
   }
   template <int kCount>
@@ -106,11 +104,7 @@ class Consumer {
 #pragma unroll
       for (int i = 0; i < kCount / 4; ++i) {
         float* v = d_ + i * 4;
-        float4 add;
-        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                     : "=f"(add.x), "=f"(add.y), "=f"(add.z), "=f"(add.w)
-                     : "r"(Buffer<kCount>(from, i))
-                     : "memory");
+        const float4 add = LoadShared16<float4>(Buffer<kCount>(from, i));
         v[0] += add.x, v[1] += add.y, v[2] += add.z, v[3] += add.w;
       }
     }

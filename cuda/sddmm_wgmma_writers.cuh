@@ -55,8 +55,8 @@ class BlockWriter {
       if (i * 2 >= count) break;
       const float* v = d + i;
       asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
-                   "r"(RoundPair(a_.result.dtype, v[0], v[1])), "r"(RoundPair(a_.result.dtype, v[2], v[3])),
-                   "r"(RoundPair(a_.result.dtype, v[4], v[5])), "r"(RoundPair(a_.result.dtype, v[6], v[7]))
+                   "r"(RoundPairBits(a_.result.dtype, v[0], v[1])), "r"(RoundPairBits(a_.result.dtype, v[2], v[3])),
+                   "r"(RoundPairBits(a_.result.dtype, v[4], v[5])), "r"(RoundPairBits(a_.result.dtype, v[6], v[7]))
                    : "memory");
       __syncwarp();
       uint4 bits = LoadShared16(from);
@@ -162,7 +162,7 @@ class ElementWriter {
       asm volatile("st.shared.f32 [%0], %1;" ::"r"(store_ + at * 4), "f"(v) : "memory");
     } else {
       asm volatile("st.shared.u16 [%0], %1;" ::"r"(store_ + at * 2),
-                   "h"(static_cast<uint16_t>(RoundPair(a_.result.dtype, v, 0.0f)))
+                   "h"(static_cast<uint16_t>(RoundPairBits(a_.result.dtype, v, 0.0f)))
                    : "memory");
     }
   }

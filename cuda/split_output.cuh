@@ -55,12 +55,12 @@ class SplitOutput {
   __device__ void Finish() {}
 
  private:
-  static constexpr int GroupsOfBlock(int splits) { return (kGroups + splits - 1) / splits; }
+  __host__ __device__ static constexpr int GroupsOfBlock(int splits) { return (kGroups + splits - 1) / splits; }
   __device__ int Owner(int group) const { return group * splits_ / kGroups; }
   __device__ static uint32_t Offset(int splits, int sender, int owner, int group) {
     const int other = sender > owner ? sender - 1 : sender;
     const int first = (owner * kGroups + splits - 1) / splits;
-    return (other * ((kGroups + splits - 1) / splits) + group - first) * (kThreads * 16);
+    return (other * GroupsOfBlock(splits) + group - first) * (kThreads * 16);
   }
 
   __device__ void ArriveAtOthers(uint32_t barrier) {
@@ -70,8 +70,7 @@ class SplitOutput {
 
   // Leaves the sums of the groups that are this block's in d; its other groups are used up.
   __device__ void Exchange(float (&d)[kValues]) {
-    if (sent_) ClusterBarrierWait(freed_, turn_ ^ 1);
-    sent_ = true;
+    ClusterBarrierWait(freed_, turn_ ^ 1);  // returns at once the first time
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
       const int owner = Owner(group);
@@ -89,23 +88,12 @@ class SplitOutput {
       for (int sender = 0; sender < splits_; ++sender) {
         const float4 part = sender == rank_
                                 ? make_float4(d[4 * group], d[4 * group + 1], d[4 * group + 2], d[4 * group + 3])
-                                : LoadShared(buffer_ + Offset(splits_, sender, rank_, group));
+                                : LoadShared16<float4>(buffer_ + Offset(splits_, sender, rank_, group));
         sum = make_float4(sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w);
       }
       d[4 * group] = sum.x, d[4 * group + 1] = sum.y, d[4 * group + 2] = sum.z, d[4 * group + 3] = sum.w;
     }
     ArriveAtOthers(freed_);
-  }
-
-  template <class Pair>
-  __device__ static Pair Round(float low, float high) {
-    if constexpr (std::is_same_v<Pair, float2>) {
-      return make_float2(low, high);
-    } else if constexpr (std::is_same_v<Pair, __half2>) {
-      return __floats2half2_rn(low, high);
-    } else {
-      return __floats2bfloat162_rn(low, high);
-    }
   }
 
   // tokens is even, so that a pair is inside or outside.
@@ -116,8 +104,8 @@ class SplitOutput {
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
       if (Owner(group) != rank_ || token + 8 * group >= g.tokens) continue;
-      if (out < g.out_features) y[4 * group] = Round<Pair>(d[4 * group], d[4 * group + 1]);
-      if (out + 8 < g.out_features) y[4 * group + 4 * g.tokens] = Round<Pair>(d[4 * group + 2], d[4 * group + 3]);
+      if (out < g.out_features) y[4 * group] = RoundPair<Pair>(d[4 * group], d[4 * group + 1]);
+      if (out + 8 < g.out_features) y[4 * group + 4 * g.tokens] = RoundPair<Pair>(d[4 * group + 2], d[4 * group + 3]);
     }
   }
 
@@ -126,7 +114,6 @@ class SplitOutput {
   const uint32_t buffer_, received_, freed_;
   const int warp_, lane_;
   uint32_t turn_ = 0;
-  bool sent_ = false;
 };
 
 }  // namespace nmsparse::cuda

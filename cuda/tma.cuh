@@ -110,14 +110,6 @@ __device__ __forceinline__ void StoreElsewhere(uint32_t address, int rank, float
                "f"(v.z), "f"(v.w)
                : "memory");
 }
-__device__ __forceinline__ float4 LoadShared(uint32_t address) {
-  float4 v;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(address)
-               : "memory");
-  return v;
-}
 
 // Arrives at barrier `id` without waiting: others wait for it by NamedBarrier of the same number of threads.
 __device__ __forceinline__ void NamedBarrierArrive(int id, int threads) {

@@ -156,11 +156,11 @@ _PIECEWISE = 3.0
 decides for many tokens where it was not measured itself."""
 _MANY_TOKENS = 64
 
-
 _TRANSPOSES_US = 4.0
 """Assumed time in which XLA transposes the small x and y of a feature-major kernel, a launch each. A chain of such
 kernels does not pay it, but a single call does."""
 _FEW_TOKENS = 256
+_FEATURE_MAJOR = frozenset(k.name for k in KERNELS if k.feature_major)
 
 
 def _bound(times: dict[str, float], names: tuple[str, ...], points: list[tuning.Measurement], tokens: int) -> None:
@@ -193,9 +193,8 @@ def _fastest(call: Call, implementation: str, names: tuple[str, ...]) -> tuple[s
         if times:
             _bound(times, names, [p for p in points if p.is_weight_of(point)], call.tokens)
         if call.tokens < _FEW_TOKENS:
-            for name in times:
-                if any(k.name == name and k.feature_major for k in KERNELS):
-                    times[name] += _TRANSPOSES_US
+            for name in times.keys() & _FEATURE_MAJOR:
+                times[name] += _TRANSPOSES_US
         if "dense" in times:
             elements = call.batch * layout.in_features * layout.out_features
             times["dense"] += tuning.expansion_us(implementation, layout.pattern, elements)

@@ -108,7 +108,7 @@ def _native(op: str, kernel: Kernel, call: Call, activation: str | None):
     def run(*operands):
         operands = [jnp.zeros((0,), jnp.float32) if o is None else o for o in operands]
         if op != "sddmm":
-            operands[1] = operands[1].reshape(operands[1].size)
+            operands[1] = operands[1].ravel()
         layouts = {}
         if kernel.feature_major:
             # x, g, y and dx are [batch, tokens, features] with tokens innermost in memory; the rest as it is.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import pathlib
 import re
 from collections.abc import Iterator
@@ -115,7 +116,7 @@ def _candidates(reader: Reader, layout: str) -> Iterator[Candidate]:
         transposed = layout == "out-in" or (layout == "auto" and leaf in ("weight", "embedding"))
         narrowed = dtype == "float64" and not jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
         problem = "float64 needs 64-bit types; set JAX_ENABLE_X64=1" if narrowed else ""
-        take = lambda name=name: reader.read(name)  # noqa: E731
+        take = functools.partial(reader.read, name)
         yield _Named(path, leaf, transposed, shape, dtype, contracted=1, stacked=0, take=take, problem=problem)
 
 

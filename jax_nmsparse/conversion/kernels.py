@@ -26,6 +26,16 @@ from jax_nmsparse.quantization import quantize
 from jax_nmsparse.tables import track
 
 
+@contextlib.contextmanager
+def named(what: str) -> Iterator[None]:
+    """Errors begin with what they are about."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{what}: {error}") from error
+
+
 @dataclasses.dataclass(frozen=True)
 class Candidate:
     """A dense kernel ``[*stacked, *in_sizes, *out_sizes]``, or a transposed one ``[*stacked, out, in]``, as tables are.
@@ -99,7 +109,7 @@ class Job:
 
     def check(self) -> None:
         """Raises what `run` would raise."""
-        with self._named():
+        with named(f"sparsify: {self.candidate.name}"):
             if self.mask is not None:
                 # A mask that is known while the kernel is traced can be checked all the same.
                 with jax.ensure_compile_time_eval():
@@ -127,7 +137,7 @@ class Job:
           donate: Delete the kernel's buffer, whoever else refers to it.
         """
         kernel = self.candidate.take()
-        with self._named():
+        with named(f"sparsify: {self.candidate.name}"):
             dense = self.fold(jnp.asarray(kernel))
             w = self._pack(dense)
             errors = _errors(dense, w, None if self.inputs is None else self.inputs.gram)
@@ -152,15 +162,6 @@ class Job:
     @property
     def _pattern(self) -> Any:
         return self.rule.pattern
-
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        """Errors say which kernel they are about."""
-        try:
-            yield
-        except (ValueError, TypeError) as error:
-            kind = TypeError if isinstance(error, TypeError) else ValueError
-            raise kind(f"sparsify: {self.candidate.name}: {error}") from error
 
     def _pack(self, dense: jax.Array) -> NMSparse:
         if self.method == "mask":

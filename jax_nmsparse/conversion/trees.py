@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jax_nmsparse.conversion.kernels import Candidate, Job, each, plan
+from jax_nmsparse.conversion.kernels import Candidate, Job, each, named, plan
 from jax_nmsparse.conversion.report import LayerReport, Report
 from jax_nmsparse.linen import MASK_COLLECTION, NMSparseDenseGeneral, NMSparseEmbed
 from jax_nmsparse.linen.variables import stored_description
@@ -123,12 +123,9 @@ def densify_variables(tree: Mapping[str, Any]) -> dict[str, Any]:
     def visit(params: dict[Any, Any], constants: dict[Any, Any], path: tuple[Any, ...] = ()) -> None:
         if "mask" in constants and "format" in constants:
             layer = {"params": dict(params), MASK_COLLECTION: constants}
-            try:
+            with named(f"densify: {'/'.join(map(str, path))}"):
                 embedding = stored_description(layer).of == "embedding"
                 dense = NMSparseEmbed.to_dense(layer) if embedding else NMSparseDenseGeneral.to_dense(layer)
-            except (ValueError, TypeError) as error:
-                kind = TypeError if isinstance(error, TypeError) else ValueError
-                raise kind(f"densify: {'/'.join(map(str, path))}: {error}") from error
             params.clear()
             params.update(dense)
             return
