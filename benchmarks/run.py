@@ -35,6 +35,7 @@ from jax_nmsparse.kernels import KERNELS
 from jax_nmsparse.layout import Layout
 
 _QUANTISED = ("int8", "float8_e4m3fn")
+_PRECISION = {"tf32x3": jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3}
 _GROUP = 8
 """Cases that are compiled together, on threads. XLA tries out kernels meanwhile, so nothing is timed then."""
 
@@ -81,7 +82,7 @@ def random_weight(key: jax.Array, shape: tuple[int, int], pattern: nms.NMPattern
 def functions(case: Case, implementation: str | None = None):
     """(inputs, sparse call, dense call) of a case; a dense weight is an array."""
     k, n = case.shape
-    dtype, precision = activation_dtype(case), case.precision
+    dtype, precision = activation_dtype(case), _PRECISION.get(case.precision, case.precision)
     kx, kg = jax.random.split(_key(case))
     x = jax.random.normal(kx, (case.tokens, k), dtype)
     g = jax.random.normal(kg, (case.tokens, n), dtype)
@@ -170,7 +171,8 @@ class Run:
 
     def explain(self) -> nms.Explanation:
         x = self.inputs[0] if self.case.op == "sddmm" else self.inputs
-        return nms.explain(x, self.first, op=self.case.op, precision=self.case.precision)
+        precision = _PRECISION.get(self.case.precision, self.case.precision)
+        return nms.explain(x, self.first, op=self.case.op, precision=precision)
 
     def _check_floors(self, measured: dict[str, timing.Timing]) -> None:
         """A time well below what the hardware allows says that the program did something else."""
@@ -199,7 +201,7 @@ class Run:
             "pattern": case.pattern,
             "block": "x".join(map(str, case.block)),
             "dtype": case.dtype,
-            "precision": case.precision or "default",
+            "precision": case.precision,
             "tokens": case.tokens,
             "in_features": case.shape[0],
             "out_features": case.shape[1],
@@ -222,7 +224,7 @@ def _record(case: Case, w: nms.NMSparse, times: dict[str, float]) -> None:
         "op": case.op,
         "pattern": str(w.pattern),
         "dtype": jnp.dtype(case.dtype if case.op != "sddmm" else activation_dtype(case)).name,
-        "exact": case.precision == "highest",
+        "precision": case.precision,
         "tokens": case.tokens,
         "in_features": case.shape[0],
         "out_features": case.shape[1],

@@ -34,7 +34,7 @@ EW, VW128, VW64, VW32, BW64 = (1, 1), (1, 128), (1, 64), (1, 32), (64, 64)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One row to measure."""
+    """One row to measure; `precision` is one of `kernels.FLOAT32`."""
 
     op: str
     pattern: str
@@ -42,10 +42,10 @@ class Case:
     dtype: str
     tokens: int
     shape: tuple[int, int]
-    precision: str | None = None
+    precision: str = "default"
 
 
-def _cross(ops, patterns, blocks, dtypes, tokens, shapes, precision=None) -> list[Case]:
+def _cross(ops, patterns, blocks, dtypes, tokens, shapes, precision="default") -> list[Case]:
     return [
         Case(op, pattern, block, dtype, t, shape, precision)
         for dtype in dtypes
@@ -76,6 +76,8 @@ def suite(name: str) -> list[Case]:
         cases += _cross(["spmm"], ["8:32"], [VW128], ["bfloat16"], [256, 1024], TRAIN_SHAPES)
         cases += _cross(["spmm"], patterns, [BW64, VW64], ["bfloat16"], [4096], TRAIN_SHAPES)
         cases += _cross(["spmm"], ["2:4", "8:32"], [EW], ["bfloat16"], [256, 4096], TRAIN_SHAPES)
+        cases += _cross(["spmm"], patterns, [VW128], ["float32"], [4096], TRAIN_SHAPES)
+        cases += _cross(["spmm"], patterns, [VW128], ["float32"], [4096], TRAIN_SHAPES, "tf32x3")
         return cases + _cross(["spmm"], patterns, [VW32], ["float32"], [4096], TRAIN_SHAPES[:1], "highest")
     if name == "train":
         ops = ["spmm", "spmm_t", "sddmm"]

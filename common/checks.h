@@ -124,10 +124,11 @@ inline Problem CheckWeight(Checker& check, const ffi::AnyBuffer& inputs, std::st
              "ceil(out_features / bn)");
   check.Size("values", "total", values.dimensions()[0], geometry.batch * geometry.values_count(),
              "batch * windows * out_blocks * q * bk * bn");
+  if (attributes.precision < 0 || attributes.precision > 2) check.Fail("precision is not one of 0 to 2");
   if (attributes.activation < 0 || attributes.activation > 4) check.Fail("activation is not one of 0 to 4");
   problem.mask = static_cast<const uint32_t*>(mask.untyped_data());
   problem.epilogue.activation = static_cast<Activation>(attributes.activation);
-  problem.precision = attributes.precision == 0 ? Precision::kDefault : Precision::kHighest;
+  problem.precision = static_cast<Precision>(attributes.precision);
   problem.kernel = attributes.kernel;
   return problem;
 }

@@ -23,7 +23,8 @@ enum class DType : int32_t { kF32, kF64, kF16, kBF16, kF8E4M3FN, kS8, kS32 };
 
 enum class Activation : int32_t { kNone = 0, kRelu = 1, kGelu = 2, kGeluTanh = 3, kSilu = 4 };
 
-enum class Precision : int32_t { kDefault = 0, kHighest = 1 };
+// Of float32 operands: TF32 allowed; as good as three products of TF32 halves; float32 itself. FLOAT32 in kernels.py.
+enum class Precision : int32_t { kDefault = 0, kTf32x3 = 1, kHighest = 2 };
 
 struct Geometry {
   int64_t batch = 0;

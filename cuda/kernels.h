@@ -47,6 +47,10 @@ cudaError_t EwWgmmaSddmm(const Problem& problem, cudaStream_t stream);
 // Feature-major.
 cudaError_t BlockFmaSpmm(const Problem& problem, cudaStream_t stream);
 
+// block_mma_many.cu: bn a multiple of 64, on tensor cores from sm_80 on, many tokens: float32 by TF32 (not at the highest
+// precision), bfloat16, float16, int8. Feature-major.
+cudaError_t BlockMmaManySpmm(const Problem& problem, cudaStream_t stream);
+
 // block_few_tokens.cu: 1 to 128 tokens, bfloat16 or float16, bn a multiple of 16, on tensor cores.
 // block_spmv.cu: one to four tokens, any dtypes but int8 activations, on CUDA cores, where bytes decide.
 // block_simt.cu: few tokens, float32 arithmetic, any block and weight dtype but int8 activations.
@@ -85,6 +89,7 @@ inline constexpr Kernel kSpmmKernels[] = {
     {"ew_wgmma_sparse24", EwWgmmaSparse24, true},
     {"ew_wgmma", EwWgmma, true},
     {"block_fma", BlockFmaSpmm, true},
+    {"block_mma_many", BlockMmaManySpmm, true},
 };
 
 inline constexpr Kernel kSpmmTKernels[] = {

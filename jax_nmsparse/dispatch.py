@@ -177,13 +177,11 @@ def _bound(times: dict[str, float], names: tuple[str, ...], points: list[tuning.
 def _fastest(call: Call, implementation: str, names: tuple[str, ...]) -> tuple[str | None, str]:
     """What was fastest of these at the nearest point that was measured, and why."""
     layout = call.layout
-    exact = call.dtypes[1] == "float32" and call.is_exact
     points = tuning.nearest(
         implementation,
         call.op,
         layout.pattern,
-        call.dtypes[1],
-        exact,
+        *call.measured_as,
         call.tokens,
         layout.in_features,
         layout.out_features,

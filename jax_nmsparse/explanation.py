@@ -171,8 +171,8 @@ def _device(device: Any) -> tuple[str, str]:
 
 def _rate(call: Call, ceilings: Ceilings) -> float:
     dtype = call.dtypes[0]
-    if dtype == "float32" and not call.is_exact:
-        dtype = "tf32"
+    if dtype == "float32" and call.float32 != "highest":
+        return ceilings.flops["tf32"] / (3 if call.float32 == "tf32x3" else 1)
     return ceilings.flops.get(dtype, ceilings.flops["float32"])
 
 

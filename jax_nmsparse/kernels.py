@@ -5,11 +5,27 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
 from jax_nmsparse.layout import Layout
+
+FLOAT32 = ("default", "tf32x3", "highest")
+"""Products of float32 operands: TF32, as good as three TF32 products, float32. Native code counts in this order."""
+
+_FLOAT32_OF: dict[Any, str] = {
+    lax.Precision.HIGH: "highest",
+    lax.Precision.HIGHEST: "highest",
+    lax.DotAlgorithmPreset.BF16_BF16_F32_X3: "tf32x3",
+    lax.DotAlgorithmPreset.TF32_TF32_F32_X3: "tf32x3",
+    lax.DotAlgorithmPreset.BF16_BF16_F32_X6: "highest",
+    lax.DotAlgorithmPreset.BF16_BF16_F32_X9: "highest",
+    lax.DotAlgorithmPreset.F32_F32_F32: "highest",
+    lax.DotAlgorithmPreset.F64_F64_F64: "highest",
+}
+"""What a precision asks of them; the others ask for no more than TF32 gives."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +57,16 @@ class Call:
         return jnp.dtype(self.x_dtype).name, jnp.dtype(self.values_dtype).name
 
     @property
-    def is_exact(self) -> bool:
-        """Whether more than the default precision was asked for, of either operand."""
+    def measured_as(self) -> tuple[str, str]:
+        """dtype and precision under which its times are listed; with quantised values alone x is bfloat16."""
+        x, values = self.dtypes
+        return (f"{x} x {values}" if x in _QUANTISED else values), self.float32 if values == "float32" else "default"
+
+    @property
+    def float32(self) -> str:
+        """What products of float32 operands have to be, one of `FLOAT32`."""
         asked = self.precision if isinstance(self.precision, tuple) else (self.precision,)
-        return any(p in (lax.Precision.HIGH, lax.Precision.HIGHEST) for p in asked)
+        return max((_FLOAT32_OF.get(p, "default") for p in asked), key=FLOAT32.index)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,6 +272,18 @@ def _block_fma(call: Call) -> str | None:
     return _dtypes(call, frozenset({("float32", "float32")}), ("float32",))
 
 
+def _block_mma_many(call: Call) -> str | None:
+    if call.dtypes[0] == "float32" and call.float32 == "highest":
+        return "computes with TF32, not with the float32 that was asked for"
+    if reason := _one_mask_word(call) or _columns(call, 64):
+        return reason
+    multiple = 16 // jnp.dtype(call.x_dtype).itemsize
+    if call.tokens % multiple:
+        return f"takes tokens in multiples of {multiple}, not {call.tokens}"
+    results = (*_FLOATS, "int32") if call.dtypes[0] == "int8" else _FLOATS
+    return _dtypes(call, _SAME | _INT8_BY_INT8, results)
+
+
 def _block_t_wgmma(call: Call) -> str | None:
     bk = call.layout.bk
     reason = f"takes blocks of 1 row or a multiple of 64, not {bk}" if bk != 1 and bk % 64 else None
@@ -329,6 +363,14 @@ KERNELS: tuple[Kernel, ...] = (
         ("spmm",),
         "vector- and block-wise in full float32, many tokens, on CUDA cores, feature-major",
         _block_fma,
+        feature_major=True,
+    ),
+    Kernel(
+        "block_mma_many",
+        "cuda",
+        ("spmm",),
+        "vector- and block-wise on tensor cores (TF32, int8, 16 bits), many tokens, feature-major",
+        _block_mma_many,
         feature_major=True,
     ),
     Kernel("block_spmv", "cuda", ("spmm",), "one to four tokens: memory-bound, on CUDA cores", _block_spmv),

@@ -17,7 +17,7 @@ from jax.interpreters import mlir
 
 from jax_nmsparse import dispatch, native, reference, sharding
 from jax_nmsparse.dispatch import Choice
-from jax_nmsparse.kernels import Call, Kernel
+from jax_nmsparse.kernels import FLOAT32, Call, Kernel
 from jax_nmsparse.layout import Layout
 from jax_nmsparse.meshes import Axes, add_parts
 from jax_nmsparse.primitives import nm_sddmm_p, nm_spmm_p, nm_spmm_t_p, split_extras
@@ -93,7 +93,7 @@ def _native(op: str, kernel: Kernel, call: Call, activation: str | None):
     attributes = {
         "pattern": np.asarray((layout.window_units, layout.pattern.q, layout.bk, layout.bn), np.int64),
         "activation": np.int64(_ACTIVATION_CODES[activation]),
-        "precision": np.int64(call.is_exact),
+        "precision": np.int64(FLOAT32.index(call.float32)),
         "kernel": kernel.name,
     }
     shape = {

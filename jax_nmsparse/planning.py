@@ -226,8 +226,7 @@ def expected_us(call: Call, name: str, platform: str, ceilings: Ceilings) -> flo
         platform,
         call.op,
         layout.pattern,
-        call.dtypes[1],
-        call.dtypes[1] == "float32" and call.is_exact,
+        *call.measured_as,
         call.tokens,
         layout.in_features,
         layout.out_features,
@@ -237,7 +236,7 @@ def expected_us(call: Call, name: str, platform: str, ceilings: Ceilings) -> flo
         return None
     # Of the nearest pattern and number of tokens, all the shapes that were measured.
     found = min(points, key=lambda p: p.distance(layout.pattern, max(1, call.tokens), p.in_features, p.out_features))
-    group = [p for p in points if (p.pattern, p.tokens, p.exact) == (found.pattern, found.tokens, found.exact)]
+    group = [p for p in points if (p.pattern, p.tokens, p.precision) == (found.pattern, found.tokens, found.precision)]
 
     def floor(point: tuning.Measurement) -> float:
         like = dataclasses.replace(

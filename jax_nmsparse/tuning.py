@@ -31,8 +31,7 @@ class Measurement:
     Attributes:
       op: "spmm", "spmm_t" or "sddmm".
       pattern: The pattern.
-      dtype: dtype of the values (of g for sddmm).
-      exact: Whether float32 was asked for at highest precision.
+      dtype, precision: As in `Call.measured_as`.
       tokens, in_features, out_features: The sizes.
       times_us: Time by name: of a kernel, "dense" or "xla".
     """
@@ -40,7 +39,7 @@ class Measurement:
     op: str
     pattern: NMPattern
     dtype: str
-    exact: bool
+    precision: str
     tokens: int
     in_features: int
     out_features: int
@@ -99,7 +98,7 @@ def nearest(
     op: str,
     pattern: NMPattern,
     dtype: str,
-    exact: bool,
+    precision: str,
     tokens: int,
     in_features: int,
     out_features: int,
@@ -112,5 +111,5 @@ def nearest(
         if (p.op, p.dtype, p.pattern.is_elementwise) == (op, dtype, pattern.is_elementwise)
     ]
     # Where only the other precision was measured, that says more than nothing.
-    points = [p for p in points if p.exact == exact] or points
+    points = [p for p in points if p.precision == precision] or points
     return tuple(sorted(points, key=lambda p: p.distance(pattern, max(1, tokens), in_features, out_features)))

@@ -91,11 +91,14 @@ def test_the_automatic_choice_is_the_fastest_measured(platform):
     points = tuning.table(platform)
     if not points or not native.MODULES[platform].loaded:
         pytest.skip(f"no measurements or no kernels for {platform}")
+    asked = {"tf32x3": jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3, "highest": jax.lax.Precision.HIGHEST}
     for point in points:
         layout = Layout(point.pattern, point.in_features, point.out_features)
-        precision = jax.lax.Precision.HIGHEST if point.exact else None
-        x_dtype = jnp.dtype(jnp.bfloat16 if jnp.dtype(point.dtype).itemsize == 1 else point.dtype)
-        call = dispatch.Call(point.op, layout, 1, point.tokens, x_dtype, jnp.dtype(point.dtype), x_dtype, precision)
+        precision = asked.get(point.precision)
+        *x, values = (jnp.dtype(name) for name in point.dtype.split(" x "))
+        x = x[0] if x else jnp.dtype(jnp.bfloat16) if values.itemsize == 1 else values
+        result = jnp.dtype(jnp.float32) if x.itemsize == 1 else x
+        call = dispatch.Call(point.op, layout, 1, point.tokens, x, values, result, precision)
         kernels = {
             k.name
             for k in dispatch.KERNELS
@@ -106,7 +109,7 @@ def test_the_automatic_choice_is_the_fastest_measured(platform):
         if "dense" in times:  # in every call the weight is made dense first
             times["dense"] += tuning.expansion_us(platform, point.pattern, point.in_features * point.out_features)
         for other in points:  # no worse than more tokens, nor than several calls of fewer
-            same = (other.op, other.dtype, other.exact) == (point.op, point.dtype, point.exact)
+            same = (other.op, other.dtype, other.precision) == (point.op, point.dtype, point.precision)
             if same and other.is_weight_of(point):
                 calls = -(-point.tokens // other.tokens)
                 for name in other.times_us.keys() & (kernels - point.times_us.keys()):

@@ -77,6 +77,7 @@ _ACTIVATIONS, _VALUES = "1, 2, 0", "0"
     [
         ("spmm", "block_wgmma", "8:32/1x128", [_ACTIVATIONS, _VALUES], _ACTIVATIONS),
         ("spmm", "block_fma", "8:32/1x32", [_ACTIVATIONS, _VALUES], _ACTIVATIONS),
+        ("spmm", "block_mma_many", "8:32/1x64", [_ACTIVATIONS, _VALUES], _ACTIVATIONS),
         ("spmm_t", "block_t_wgmma", "8:32/1x128", [_ACTIVATIONS, _VALUES], _ACTIVATIONS),
         ("spmm_t", "ew_t_wgmma", "2:4", [_ACTIVATIONS, _VALUES], _ACTIVATIONS),
         ("sddmm", "block_sddmm_wgmma", "8:32/1x128", [_ACTIVATIONS, _ACTIVATIONS], _VALUES),
@@ -89,7 +90,7 @@ def test_feature_major_kernels_ask_for_activations_with_tokens_innermost(
     """Layouts, minor axis first, of [batch, tokens, features] and of values, which are one axis."""
     monkeypatch.setitem(native.MODULES, "cuda", native.NativeModule("cuda", frozenset(), None))
     monkeypatch.setattr(native, "cuda_capability", lambda: "9.0")
-    dtype = jnp.float32 if kernel == "block_fma" else jnp.bfloat16
+    dtype = jnp.float32 if kernel in ("block_fma", "block_mma_many") else jnp.bfloat16
     with dispatch.only_kernel(kernel):
         text = _lower(op, _structs(256, 256, 128, pattern, dtype), "cuda", implementation="cuda")
     (call,) = [line for line in text.splitlines() if f"@{target_name(op, 'cuda')}(" in line]
@@ -97,6 +98,30 @@ def test_feature_major_kernels_ask_for_activations_with_tokens_innermost(
     asked = {name: re.findall(r"dense<\[?([\d, ]+)\]?>", listed) for name, listed in layouts}
     assert asked["operand_layouts"][:2] == operands
     assert asked["result_layouts"][0] == result
+
+
+@pytest.mark.parametrize(
+    ("precision", "code"),
+    [
+        (None, 0),
+        ("TF32_TF32_F32", 0),
+        ("BF16_BF16_F32", 0),
+        ("TF32_TF32_F32_X3", 1),
+        ("BF16_BF16_F32_X3", 1),
+        ("BF16_BF16_F32_X6", 2),
+        ("F32_F32_F32", 2),
+        ("high", 2),
+        ("highest", 2),
+        (("default", "highest"), 2),
+    ],
+)
+def test_what_was_asked_of_float32_reaches_the_kernel(monkeypatch, precision, code):
+    monkeypatch.setitem(native.MODULES, "cuda", native.NativeModule("cuda", frozenset(), None))
+    text = _lower("spmm", _structs(256, 256, 128, "8:32/1x64"), "cuda", implementation="cuda", precision=precision)
+    assert f"precision = {code} : i64" in text
+    if code == 2:  # a kernel of TF32 products refuses
+        with dispatch.only_kernel("block_mma_many"), pytest.raises(NotImplementedError, match="not with the float32"):
+            _lower("spmm", _structs(256, 256, 128, "8:32/1x64"), "cuda", implementation="cuda", precision=precision)
 
 
 @needs_cpu

@@ -156,26 +156,27 @@ inline std::vector<Case> Problems(Op op, bool quick) {
     fill(c);
     if (quick) break;
   }
-  // What the feature-major kernels take: 16-bit data (float32 in spmm, too), wide columns, whole 16-byte runs of
-  // tokens, aligned buffers. Of the first pattern also with tokens enough for the largest tiles of spmm, and for sddmm
-  // to share them among blocks.
+  // What the feature-major kernels take: 16-bit data (float32 and int8 in spmm, too), wide columns, whole 16-byte runs
+  // of tokens, aligned buffers. Of the first pattern also with tokens enough for the largest tiles of spmm, and for
+  // sddmm to share them among blocks.
   for (const Pattern& pattern : kWidePatterns) {
-    for (DType dtype : {DType::kBF16, DType::kF16, DType::kF32}) {
-      if (dtype == DType::kF32 && op != Op::kSpmm) continue;
+    for (DType dtype : {DType::kBF16, DType::kF16, DType::kF32, DType::kS8}) {
+      if (FormatOf(dtype).bytes != 2 && op != Op::kSpmm) continue;
       for (int64_t tokens : {8, 72, 264, 1416}) {
         if (tokens > 264 && (quick || op == Op::kSpmmT || &pattern != kWidePatterns)) continue;
         Case c;
         c.pattern = pattern;
         c.left = c.values = dtype;
         c.batch = tokens == 72 ? 2 : 1;
-        c.tokens = tokens;
+        c.tokens = dtype == DType::kS8 ? 2 * tokens : tokens;
         c.in_features = tokens > 264 ? 200 : quick ? 100 + random() % 300 : 300 + random() % 1000;
         c.out_features = tokens > 264 ? 1490 : 50 + random() % 200;
         if (pattern.bn == 1) c.out_features = (c.out_features + 7) / 8 * 8;
-        c.data = tokens == 8 && (pattern.bn == 1 || random() % 2) ? Data::kSpecial : Data::kExact;
+        if (tokens == 8) c.data = random() % 2 ? Data::kSpecial : Data::kReal;
+        if (tokens == 264) c.bits = static_cast<Bits>(random() % 4);
         fill(c);
         cases.back().offset = 0;
-        cases.back().result = random() % 2 ? dtype : DType::kF32;
+        cases.back().result = random() % 2 ? (dtype == DType::kS8 ? DType::kS32 : dtype) : DType::kF32;
       }
     }
   }
