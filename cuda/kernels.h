@@ -47,8 +47,8 @@ cudaError_t EwWgmmaSddmm(const Problem& problem, cudaStream_t stream);
 // Feature-major.
 cudaError_t BlockFmaSpmm(const Problem& problem, cudaStream_t stream);
 
-// block_mma_many.cu: bn a multiple of 64, on tensor cores from sm_80 on, many tokens: float32 by TF32 (not at the highest
-// precision), bfloat16, float16, int8. Feature-major.
+// block_mma_many.cu: bn a multiple of 64, on tensor cores from sm_80 on, many tokens: float32 by TF32 (not at the
+// highest precision), bfloat16, float16, int8. Feature-major.
 cudaError_t BlockMmaManySpmm(const Problem& problem, cudaStream_t stream);
 
 // block_few_tokens.cu: 1 to 128 tokens, bfloat16 or float16, bn a multiple of 16, on tensor cores.
