@@ -28,11 +28,8 @@ bool Supports(const Problem& problem) {
 }
 
 template <class C>
-cudaError_t LaunchTiles(const Problem& problem, cudaStream_t stream) {
+cudaError_t LaunchTiles(const Problem& problem, const Device& device, cudaStream_t stream) {
   const Geometry& g = problem.geometry;
-  Device device;
-  const cudaError_t error = QueryDevice(&device);
-  if (error != cudaSuccess) return error;
   Arguments a{};
   a.geometry = g;
   a.x = problem.x.data;
@@ -57,8 +54,13 @@ cudaError_t LaunchTiles(const Problem& problem, cudaStream_t stream) {
 
 template <class T, int kProducts>
 cudaError_t LaunchOperands(const Problem& problem, cudaStream_t stream) {
-  if (problem.geometry.bn % 128 == 0) return LaunchTiles<Config<T, kProducts, 128, 256, kStages>>(problem, stream);
-  return LaunchTiles<Config<T, kProducts, 64, 256, kStages>>(problem, stream);
+  using Wide = Config<T, kProducts, 128, 256, 128>;  // 8.0 and 9.0 have the shared memory
+  using Narrow = Config<T, kProducts, 64, 256, 64>;  // fits the 99 KB of 8.6
+  Device device;
+  const cudaError_t error = QueryDevice(&device);
+  if (error != cudaSuccess) return error;
+  const bool wide = problem.geometry.bn % Wide::kColumns == 0 && Wide::kSharedBytes <= device.shared_bytes;
+  return wide ? LaunchTiles<Wide>(problem, device, stream) : LaunchTiles<Narrow>(problem, device, stream);
 }
 
 }  // namespace

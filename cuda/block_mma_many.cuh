@@ -9,17 +9,17 @@
 //   [batch, out_features, tokens] are contiguous along tokens. Both operands have one line per kept row in shared
 //   memory, as they lie in memory.
 // Fragments. mma wants consecutive k of one column in a register, and lines hold consecutive columns of one k. The
-// order
-//   of a sum and of columns is free: lane 4 g + t of a warp reads eight columns (or tokens) of rows t, t + 4, t + 8 ...
-//   at once and transposes 4 / sizeof(T) rows of them by PRMT. Its column e of eight is row g of half e % 2 of the
-//   warp's 16-column tile e / 2; its token e is column g of 8-token tile e. So a lane's results are runs of tokens.
-// Step. kDepth kept rows (64 bytes of k), counted over all windows. Rows that do not exist are zeros in both operands.
+//   order of a sum and of columns is free: lane 4 g + t of a warp reads eight columns (or tokens) of rows t, t + 4,
+//   t + 8 ... at once and transposes 4 / sizeof(T) rows of them by PRMT. Its column e of eight is row g of half e % 2
+//   of the warp's 16-column tile e / 2; its token e is column g of 8-token tile e. So a lane's results are runs of
+//   tokens.
+// Step. kDepth kept rows (kStepBytes of k), counted over all windows. Rows that do not exist are zeros in both
+//   operands.
 // Ownership. A block owns kColumns x kTokens results at a time and walks such tiles with a stride of the grid; a warp
 //   64 x 64 of them. Copies run ahead over the ends of tiles: results are written while the next tile arrives.
 // Shared memory (bytes): kStages x kDepth x (pitches of columns and tokens); 2 x kThreads x 8 places of kept rows in x
-// and
-//   values: while the steps of one list are copied the next list is made, a row by each thread. Lines are padded by 32
-//   bytes: rows t of a fragment then lie in different banks.
+//   and values: while the steps of one list are copied the next list is made, a row by each thread. Lines are padded
+//   by 32 bytes: rows t of a fragment then lie in different banks.
 // Synchronisation: cp.async groups of a step each; one barrier of the block a step.
 #ifndef JAX_NMSPARSE_CUDA_BLOCK_MMA_MANY_CUH_
 #define JAX_NMSPARSE_CUDA_BLOCK_MMA_MANY_CUH_
@@ -31,18 +31,17 @@
 namespace nmsparse::cuda::block_mma_many {
 
 inline constexpr int kWarpSide = 64;  // columns and tokens of a warp
-inline constexpr int kStages = 3;     // that fit a block of 99 KB, as compute capability 8.6 has
+inline constexpr int kStages = 3;
 
-template <class T_, int kProducts_, int kColumns_, int kTokens_, int kStages_>
+template <class T_, int kProducts_, int kColumns_, int kTokens_, int kStepBytes>
 struct Config {
   using T = T_;
   using Acc = std::conditional_t<std::is_same_v<T, int8_t>, int32_t, float>;
   static constexpr int kProducts = kProducts_;  // of TF32, for one of float32
   static constexpr int kColumns = kColumns_;
   static constexpr int kTokens = kTokens_;
-  static constexpr int kStages = kStages_;
   static constexpr int kThreads = kColumns / kWarpSide * (kTokens / kWarpSide) * kWarpSize;
-  static constexpr int kDepth = 64 / sizeof(T);
+  static constexpr int kDepth = kStepBytes / sizeof(T);
   static constexpr int kPiece = 16 / sizeof(T);
   static constexpr int kColumnPitch = kColumns * sizeof(T) + 32, kTokenPitch = kTokens * sizeof(T) + 32;
   static constexpr int kStageBytes = kDepth * (kColumnPitch + kTokenPitch);
@@ -126,7 +125,7 @@ class Multiplier {
   __device__ Multiplier(const Arguments& a, unsigned char* storage)
       : a_(a),
         stages_(storage),
-        lists_(reinterpret_cast<Place*>(storage + C::kStages * C::kStageBytes)),
+        lists_(reinterpret_cast<Place*>(storage + kStages * C::kStageBytes)),
         tile_(static_cast<int32_t>(blockIdx.x)),
         at_(Position<C>::At(a, tile_)) {
     const int warp = threadIdx.x / kWarpSize;
@@ -140,7 +139,7 @@ class Multiplier {
     for (int32_t tile = blockIdx.x; tile < a_.tiles; tile += gridDim.x) {
       Acc sum[kFragment / 2][kFragment][4] = {};
       for (int step = 0; step < a_.steps; ++step) {
-        block::WaitForCopies<C::kStages - 2>();
+        block::WaitForCopies<kStages - 2>();
         __syncthreads();  // this step's lines are there for all, and nobody reads those of the step before any more
         // The list before the one that is copied from is read no more, so the next takes its place.
         const bool lists = copied_ % C::kListed == 0;
@@ -148,7 +147,7 @@ class Multiplier {
         CopyNext();
         Multiply(stages_ + slot * C::kStageBytes, sum);
         if (lists) List(copied_ / C::kListed + 1, next);
-        if (++slot == C::kStages) slot = 0;
+        if (++slot == kStages) slot = 0;
       }
       Store(Position<C>::At(a_, tile), sum);
     }
@@ -165,7 +164,7 @@ class Multiplier {
   __device__ void Start() {
     List(0, FindKept(0));
     __syncthreads();
-    for (int step = 0; step < C::kStages - 1; ++step) CopyNext();
+    for (int step = 0; step < kStages - 1; ++step) CopyNext();
     // The list that follows is made when the first step of a list has been copied: those steps are past it.
     List(1, FindKept(1));
   }
@@ -217,7 +216,7 @@ class Multiplier {
     }
     block::CommitCopies();
     ++copied_;
-    if (++stage_ == C::kStages) stage_ = 0;
+    if (++stage_ == kStages) stage_ = 0;
   }
 
   // `length`: elements of a line that exist.

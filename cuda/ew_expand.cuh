@@ -1,4 +1,5 @@
-// Up to 32 tokens, element-wise weights of any density: expand to dense fragments on the fly, multiply on tensor cores.
+// Up to 32 tokens, element-wise weights of low density or with quantised values: expand to dense fragments through
+// shared memory, multiply on tensor cores. (High densities: ew_bytes.cuh.)
 //
 //   y[token, c] = sum over windows w, kept rows k of (w, c):  value * x[token, 32 w + k]
 //

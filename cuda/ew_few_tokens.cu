@@ -1,12 +1,14 @@
 // Launchers of the element-wise tensor-core kernels for few tokens, windows of 32, bfloat16 or float16 x.
 //
 //   name               kernel            values                        q
-//   "ew_few_tokens"    ew_expand.cuh     bf16 with bf16 x              2, 3, 4, 6, 8, 12, 16, 24
-//                                        f16 with f16 x                4, 8, 16
+//   "ew_few_tokens"    ew_bytes.cuh      x's dtype                     12, 16, 24; from 17 tokens on all
+//                      ew_expand.cuh     x's dtype                     2, 3, 4, 6, 8
 //                                        s8, f8e4m3fn                  8, 16
 //   "ew_sparse24"      ew_sparse24.cuh   x's dtype                     16, as 2 of every 4 rows
 //
-// Any in_features, out_features, batch. Several splits (clusters) need sm_90; before it there is one.
+// float16 has q of 4, 8 and 16 alone. Any in_features, out_features, batch. Several splits (clusters) need sm_90;
+// before it there is one.
+#include "cuda/ew_bytes.cuh"
 #include "cuda/ew_expand.cuh"
 #include "cuda/ew_sparse24.cuh"
 #include "cuda/kernels.h"
@@ -14,6 +16,7 @@
 namespace nmsparse::cuda {
 namespace {
 
+using ew::ByteConfig;
 using ew::ExpandConfig;
 using ew::Sparse24Config;
 
@@ -51,19 +54,24 @@ cudaError_t Launch(void (*kernel)(Problem, int32_t), const Problem& problem, con
                           static_cast<int32_t>(share));
 }
 
+// The cost of a byte per lane hardly depends on q, that of a window per lane falls with it.
+template <class X, class Value, int kQ, int kTokens>
+cudaError_t ExpandTokens(const Problem& problem, const Device& device, cudaStream_t stream) {
+  if constexpr (std::is_same_v<X, Value> && (kQ > 8 || kTokens > 16)) {
+    using C = ByteConfig<X, kQ, kTokens, 4, 2, kTokens <= 16 ? 4 : 3>;
+    return Launch<C>(ew::ByteKernel<C>, problem, device, stream);
+  } else {
+    using C = ExpandConfig<X, Value, kQ, kTokens, kTokens <= 16 ? 4 : 8, kTokens <= 16 ? 5 : 2>;
+    return Launch<C>(ew::ExpandKernel<C>, problem, device, stream);
+  }
+}
+
 template <class X, class Value, int kQ>
 cudaError_t Expand(const Problem& problem, const Device& device, cudaStream_t stream) {
   const int64_t tokens = problem.geometry.tokens;
-  if (tokens <= 8) {
-    using C = ExpandConfig<X, Value, kQ, 8, 4, 5>;
-    return Launch<C>(ew::ExpandKernel<C>, problem, device, stream);
-  }
-  if (tokens <= 16) {
-    using C = ExpandConfig<X, Value, kQ, 16, 4, 5>;
-    return Launch<C>(ew::ExpandKernel<C>, problem, device, stream);
-  }
-  using C = ExpandConfig<X, Value, kQ, 32, 8, 2>;
-  return Launch<C>(ew::ExpandKernel<C>, problem, device, stream);
+  if (tokens <= 8) return ExpandTokens<X, Value, kQ, 8>(problem, device, stream);
+  if (tokens <= 16) return ExpandTokens<X, Value, kQ, 16>(problem, device, stream);
+  return ExpandTokens<X, Value, kQ, 32>(problem, device, stream);
 }
 
 template <class X, class Value>

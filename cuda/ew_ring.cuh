@@ -11,21 +11,21 @@ inline constexpr int kPieceBytes = 16;
 inline constexpr int kPieceRows = 8;  // rows of x in a piece
 
 // A stage holds kGroupWindows windows of the warp's columns (16 or 32): the values of each window as one run, then the
-// mask words of each window. kWindowPad shifts the banks from one window to the next. A warp fills and reads its own
-// ring.
-template <class Value_, int kQ_, int kWarpColumns_, int kStages_, int kWindowPad>
+// mask words of each window. Between the two lie kGapBytes that nothing writes here, for readers that run past a
+// column. A warp fills and reads its own ring.
+template <class Value_, int kQ_, int kWarpColumns_, int kStages_, int kGapBytes_>
 struct WeightRing {
   using Value = Value_;
   static constexpr int kStages = kStages_, kWarpColumns = kWarpColumns_;
   static constexpr int kColumnBytes = kQ_ * static_cast<int>(sizeof(Value));
   static constexpr int kRunBytes = kWarpColumns * kColumnBytes;
-  static constexpr int kWindowStride = (kRunBytes + 127) / 128 * 128 + kWindowPad;
+  static constexpr int kGapBytes = kGapBytes_, kGapOffset = kGroupWindows * kRunBytes;
   static constexpr int kMaskStride = kWarpColumns * 4 + 32;
   static constexpr int kMaskPieces = kWarpColumns * 4 / kPieceBytes;
-  static constexpr int kMaskOffset = kGroupWindows * kWindowStride;
+  static constexpr int kMaskOffset = kGapOffset + kGapBytes;
   static constexpr int kStageBytes = kMaskOffset + kGroupWindows * kMaskStride;
   static constexpr int kBytes = kStages * kStageBytes;
-  static_assert(kStageBytes % 16 == 0, "stages begin at 16-byte boundaries");
+  static_assert(kStageBytes % 16 == 0 && kRunBytes % 16 == 0, "stages and windows begin at 16-byte boundaries");
 
   const char* values;  // of the warp's first column in window `window`
   const uint32_t* mask;
@@ -66,7 +66,7 @@ struct WeightRing {
           const int piece = flat - w * kRunPieces;
           if (kPieces % kWarpSize == 0 || flat < kPieces) {
             const int place = piece ^ swizzle(w, piece * kPieceBytes / kColumnBytes);
-            CopyAsync<16>(stage + w * kWindowStride + place * kPieceBytes,
+            CopyAsync<16>(stage + w * kRunBytes + place * kPieceBytes,
                           values + w * out * kColumnBytes + piece * kPieceBytes);
           }
         }
@@ -93,7 +93,7 @@ struct WeightRing {
     const Swizzle swizzle{};
     char* to = static_cast<char*>(__cvta_shared_to_generic(stage));
 #pragma unroll 1
-    for (int w = 0; w < kGroupWindows; ++w, values += out * kColumnBytes, mask += out, to += kWindowStride) {
+    for (int w = 0; w < kGroupWindows; ++w, values += out * kColumnBytes, mask += out, to += kRunBytes) {
 #pragma unroll 1
       for (int i = lane; i < kRunBytes / static_cast<int>(sizeof(Value)); i += kWarpSize) {
         const int offset = i * static_cast<int>(sizeof(Value));

@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
         uint32_t a[4][2];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const char* column = stage + w * Ring::kWindowStride + 8 * i * Ring::kColumnBytes;
+          const char* column = stage + w * Ring::kRunBytes + 8 * i * Ring::kColumnBytes;
           a[i][0] = *reinterpret_cast<const uint32_t*>(column + front);
           a[i][1] = *reinterpret_cast<const uint32_t*>(column + back);
         }
