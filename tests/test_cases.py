@@ -45,10 +45,10 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import recorded
 
 import jax_nmsparse as nms
 from jax_nmsparse import dispatch, native, tuning
-from jax_nmsparse.layout import Layout
 
 PACKAGE = pathlib.Path(nms.__file__).parent
 
@@ -91,14 +91,9 @@ def test_the_automatic_choice_is_the_fastest_measured(platform):
     points = tuning.table(platform)
     if not points or not native.MODULES[platform].loaded:
         pytest.skip(f"no measurements or no kernels for {platform}")
-    asked = {"tf32x3": jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3, "highest": jax.lax.Precision.HIGHEST}
     for point in points:
-        layout = Layout(point.pattern, point.in_features, point.out_features)
-        precision = asked.get(point.precision)
-        *x, values = (jnp.dtype(name) for name in point.dtype.split(" x "))
-        x = x[0] if x else jnp.dtype(jnp.bfloat16) if values.itemsize == 1 else values
-        result = jnp.dtype(jnp.float32) if x.itemsize == 1 else x
-        call = dispatch.Call(point.op, layout, 1, point.tokens, x, values, result, precision)
+        shape = point.tokens, point.in_features, point.out_features
+        call = recorded.call(point.op, point.pattern, point.dtype, point.precision, *shape)
         kernels = {
             k.name
             for k in dispatch.KERNELS

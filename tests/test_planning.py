@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import recorded
 
 import jax_nmsparse as nms
 from jax_nmsparse import planning
 from jax_nmsparse.__main__ import main
 from jax_nmsparse.explanation import DEVICES, cost
-from jax_nmsparse.kernels import Call
-from jax_nmsparse.layout import Layout
 
 RESULTS = pathlib.Path(__file__).parents[1] / "benchmarks" / "results" / "nvidia-h200"
 H200 = DEVICES["NVIDIA H200"]
@@ -32,11 +31,8 @@ def _rows():
             ):
                 continue
             pattern = nms.NMPattern.parse(f"{row['pattern']}/{row['block']}")
-            dtype = jnp.dtype(row["dtype"])
-            result = jnp.dtype(jnp.float32) if dtype.itemsize == 1 else dtype
-            layout = Layout(pattern, row["in_features"], row["out_features"])
-            precision = None if row["precision"] == "default" else jax.lax.Precision.HIGHEST
-            call = Call(row["op"], layout, 1, row["tokens"], dtype, dtype, result, precision)
+            shape = row["tokens"], row["in_features"], row["out_features"]
+            call = recorded.call(row["op"], pattern, row["dtype"], row["precision"], *shape)
             key = (path.name, row["op"], pattern, row["dtype"], row["precision"], row["tokens"], row["kernel"])
             rows.append((key, row, cost(call, H200).floor_us))
     return rows
