@@ -4,6 +4,7 @@
 #define JAX_NMSPARSE_CUDA_BLOCK_MMA_FRAGMENTS_CUH_
 
 #include "cuda/block_tiles.cuh"
+#include "cuda/tf32.cuh"
 
 namespace nmsparse::cuda::block_mma_many {
 
@@ -55,25 +56,13 @@ __device__ __forceinline__ void LoadFragment(const unsigned char* lines, Fragmen
       for (int i = 0; i < 4; ++i) block::LoadWords(rows[i], half + i * 4 * kPitch);
 #pragma unroll
       for (int w = 0; w < 2; ++w) {
-        // Bytes 0 1 or 2 3 of two rows, interleaved; then of four.
+        uint32_t columns[4];
+        block::TransposeBytes(rows[0][w], rows[1][w], rows[2][w], rows[3][w], columns);
 #pragma unroll
-        for (int pair = 0; pair < 2; ++pair) {
-          const uint32_t select = pair ? 0x7362 : 0x5140;
-          const uint32_t low = __byte_perm(rows[0][w], rows[1][w], select);
-          const uint32_t high = __byte_perm(rows[2][w], rows[3][w], select);
-          f.words[h][w * 4 + pair * 2] = block::PairUp(low, high, 0);
-          f.words[h][w * 4 + pair * 2 + 1] = block::PairUp(low, high, 1);
-        }
+        for (int i = 0; i < 4; ++i) f.words[h][w * 4 + i] = columns[i];
       }
     }
   }
-}
-
-// float32 to the nearest TF32, ties away from zero.
-__device__ __forceinline__ uint32_t RoundToTf32(float v) {
-  uint32_t rounded;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(v));
-  return rounded;
 }
 
 __device__ __forceinline__ void RoundFragment(Fragment& f) {
@@ -89,11 +78,7 @@ __device__ __forceinline__ void SplitFragment(Fragment& f, Fragment& small) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
 #pragma unroll
-    for (int e = 0; e < kFragment; ++e) {
-      const float v = __uint_as_float(f.words[h][e]);
-      f.words[h][e] = RoundToTf32(v);
-      small.words[h][e] = RoundToTf32(v - __uint_as_float(f.words[h][e]));
-    }
+    for (int e = 0; e < kFragment; ++e) small.words[h][e] = SplitToTf32(f.words[h][e]);
   }
 }
 

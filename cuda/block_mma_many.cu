@@ -10,45 +10,20 @@ namespace nmsparse::cuda {
 namespace block_mma_many {
 namespace {
 
-int64_t Bytes(DType dtype) { return dtype == DType::kF32 ? 4 : dtype == DType::kS8 ? 1 : 2; }
-
 // What the kernel can be asked for; every other problem is another kernel's.
 bool Supports(const Problem& problem) {
-  const Geometry& g = problem.geometry;
-  const DType x = problem.x.dtype, y = problem.result.dtype;
-  const auto fits = [](int64_t v) { return v < (int64_t{1} << 31); };
-  const bool operand = (x == DType::kF32 && problem.precision != Precision::kHighest) || x == DType::kBF16 ||
-                       x == DType::kF16 || x == DType::kS8;
-  const bool result =
-      y == DType::kF32 || y == DType::kBF16 || y == DType::kF16 || (x == DType::kS8 && y == DType::kS32);
-  return operand && problem.values.dtype == x && result && g.window_units <= kMaskBits && g.bn % kWarpSide == 0 &&
-         g.tokens * Bytes(x) % 16 == 0 && fits(g.tokens) && fits(g.windows * g.rows_per_window()) &&
-         fits(g.windows * g.out_blocks * g.q * g.bk) && fits(g.out_blocks * g.bn) && fits(g.batch) &&
-         IsAligned(problem.x.data) && IsAligned(problem.values.data) && IsAligned(problem.result.data);
+  const DType x = problem.x.dtype;
+  return ((x == DType::kF32 && problem.precision != Precision::kHighest) || x == DType::kBF16 || x == DType::kF16 ||
+          x == DType::kS8) &&
+         kept_rows::Supports(problem, kWarpSide);
 }
 
 template <class C>
 cudaError_t LaunchTiles(const Problem& problem, const Device& device, cudaStream_t stream) {
-  const Geometry& g = problem.geometry;
-  Arguments a{};
-  a.geometry = g;
-  a.x = problem.x.data;
-  a.values = problem.values.data;
-  a.mask = problem.mask;
-  a.epilogue = problem.epilogue;
-  a.y = problem.result;
-  a.bk = static_cast<int32_t>(g.bk);
-  a.kept = g.q * g.bk;
-  a.all_kept = static_cast<int32_t>(g.windows * a.kept);
-  a.steps = static_cast<int32_t>(CeilDiv(a.all_kept, C::kDepth));
-  a.column_tiles = static_cast<int32_t>(CeilDiv(g.out_features, C::kColumns));
-  a.token_tiles = static_cast<int32_t>(CeilDiv(g.tokens, C::kTokens));
-  a.token_group = 8;
-  const int64_t tiles = g.batch * a.column_tiles * a.token_tiles;
   const int64_t blocks = int64_t{device.multiprocessors} * (256 / C::kThreads);
-  if (tiles > kMaxBlocks - blocks) return cudaErrorNotSupported;
-  a.tiles = static_cast<int32_t>(tiles);
-  return LaunchInClusters(ManyTokensMma<C>, static_cast<unsigned>(tiles < blocks ? tiles : blocks), C::kThreads,
+  Arguments a{};
+  if (!kept_rows::FillArguments<C>(problem, blocks, &a)) return cudaErrorNotSupported;
+  return LaunchInClusters(ManyTokensMma<C>, static_cast<unsigned>(a.tiles < blocks ? a.tiles : blocks), C::kThreads,
                           C::kSharedBytes, 1, stream, a);
 }
 

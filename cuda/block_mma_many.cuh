@@ -2,12 +2,10 @@
 //
 //   yᵀ[o, t] = act(scale[o] * sum_r values[r, o] xᵀ[row(r), t] + bias[o])      r: the kept rows of o's column block
 //
-// float32 as TF32 (rounded to 11 significant bits) or as three products of TF32 halves (big big + big small + small
-// big); bfloat16, float16; int8 with int32 sums. From sm_80 on.
+// (kept_rows.cuh) float32 as TF32 (rounded to 11 significant bits) or as three products of TF32 halves (big big + big
+// small + small big); bfloat16, float16; int8 with int32 sums. From sm_80 on.
 //
-// Layouts. values [batch, windows, out_blocks, q, bk, bn]: runs of bn elements. x [batch, in_features, tokens] and y
-//   [batch, out_features, tokens] are contiguous along tokens. Both operands have one line per kept row in shared
-//   memory, as they lie in memory.
+// Layouts are those of kept_rows.cuh. Both operands have one line per kept row in shared memory, as they lie in memory.
 // Fragments. mma wants consecutive k of one column in a register, and lines hold consecutive columns of one k. The
 //   order of a sum and of columns is free: lane 4 g + t of a warp reads eight columns (or tokens) of rows t, t + 4,
 //   t + 8 ... at once and transposes 4 / sizeof(T) rows of them by PRMT. Its column e of eight is row g of half e % 2
@@ -25,10 +23,18 @@
 #define JAX_NMSPARSE_CUDA_BLOCK_MMA_MANY_CUH_
 
 #include "cuda/block_mma_fragments.cuh"
-#include "cuda/block_tiles.cuh"
-#include "cuda/kept_units.cuh"
+#include "cuda/kept_rows.cuh"
 
 namespace nmsparse::cuda::block_mma_many {
+
+using kept_rows::Arguments;
+using kept_rows::FindKept;
+using kept_rows::Finish;
+using kept_rows::Kept;
+using kept_rows::Place;
+using kept_rows::PlaceOf;
+using kept_rows::Position;
+using kept_rows::SumPlainly;
 
 inline constexpr int kWarpSide = 64;  // columns and tokens of a warp
 inline constexpr int kStages = 3;
@@ -49,72 +55,6 @@ struct Config {
   static constexpr int kSharedBytes = kStages * kStageBytes + 2 * kThreads * 8;
   static_assert(kThreads % kDepth == 0 && kListed >= 2);
 };
-
-struct Arguments {
-  Geometry geometry;
-  const void* x;
-  const void* values;
-  const uint32_t* mask;
-  Epilogue epilogue;
-  Result y;
-  int32_t bk;
-  int32_t kept;      // rows that a window keeps of a column block
-  int32_t all_kept;  // of all windows
-  int32_t steps;     // of a tile
-  int32_t column_tiles;
-  int32_t token_tiles;
-  int32_t tiles;
-  int32_t token_group;  // token tiles that walk the columns together, so that their x stays in the L2 cache
-};
-
-// Where a kept row lies: its row of x and its run of values, both counted in rows; negative where it does not exist.
-struct Place {
-  int32_t x, values;
-};
-
-template <class C>
-struct Position {
-  int32_t batch, block, column, token;
-
-  __device__ static Position At(const Arguments& a, int32_t index) {
-    const int32_t per_batch = a.column_tiles * a.token_tiles;
-    const int32_t in_batch = index % per_batch;
-    const int32_t first = in_batch / (a.token_group * a.column_tiles) * a.token_group;
-    const int32_t group = min(a.token_group, a.token_tiles - first);
-    const int32_t in_group = in_batch % (a.token_group * a.column_tiles);
-    const int32_t column = in_group / group * C::kColumns;
-    return {index / per_batch, column / a.geometry.bn, column, (first + in_group % group) * C::kTokens};
-  }
-};
-
-// Out of line: it would be there 128 times.
-__device__ __noinline__ float Finish(const Epilogue& epilogue, int64_t feature, float v) {
-  return ApplyEpilogue(epilogue, feature, v);
-}
-
-// The row of x that kept row `in_window` of a window is, given the window's mask word.
-__device__ __forceinline__ int32_t RowOf(const Arguments& a, uint32_t word, int32_t window, int32_t in_window) {
-  const int32_t units = static_cast<int32_t>(a.geometry.window_units);
-  return (window * units + UnitOfRank(word, in_window / a.bk, units)) * a.bk + in_window % a.bk;
-}
-
-// One result with plain float32 products.
-__device__ __noinline__ float SumPlainly(const Arguments& a, int32_t batch, int32_t column, int32_t token) {
-  const Geometry& g = a.geometry;
-  const float* const x = static_cast<const float*>(a.x) + batch * g.in_features * g.tokens + token;
-  const float* const values = static_cast<const float*>(a.values) + batch * block::ValuesPerBatch(g) + column % g.bn;
-  const int32_t block = column / g.bn;
-  float sum = 0.0f;
-  for (int32_t window = 0; window < g.windows; ++window) {
-    const uint32_t word = __ldg(a.mask + (batch * g.windows + window) * g.out_blocks + block);
-    for (int32_t i = 0; i < a.kept; ++i) {
-      const int32_t row = RowOf(a, word, window, i);
-      if (row >= g.in_features) continue;
-      sum = fmaf(values[((window * g.out_blocks + block) * a.kept + i) * g.bn], x[row * g.tokens], sum);
-    }
-  }
-  return sum;
-}
 
 template <class C>
 class Multiplier {
@@ -143,7 +83,7 @@ class Multiplier {
         __syncthreads();  // this step's lines are there for all, and nobody reads those of the step before any more
         // The list before the one that is copied from is read no more, so the next takes its place.
         const bool lists = copied_ % C::kListed == 0;
-        const Kept next = lists ? FindKept(copied_ / C::kListed + 1) : Kept{};
+        const Kept next = lists ? FindRow(copied_ / C::kListed + 1) : Kept{};
         CopyNext();
         Multiply(stages_ + slot * C::kStageBytes, sum);
         if (lists) List(copied_ / C::kListed + 1, next);
@@ -155,43 +95,22 @@ class Multiplier {
   }
 
  private:
-  // A kept row of the weight, and the mask word of its window and column block; window < 0 where there is none.
-  struct Kept {
-    int32_t window = -1, in_window, block;
-    uint32_t word;
-  };
-
   __device__ void Start() {
-    List(0, FindKept(0));
+    List(0, FindRow(0));
     __syncthreads();
     for (int step = 0; step < kStages - 1; ++step) CopyNext();
     // The list that follows is made when the first step of a list has been copied: those steps are past it.
-    List(1, FindKept(1));
+    List(1, FindRow(1));
   }
 
   // This thread's row of a list.
-  __device__ Kept FindKept(int32_t list) const {
-    const Geometry& g = a_.geometry;
-    const int32_t step = list * C::kListed + static_cast<int>(threadIdx.x) / C::kDepth;  // of all of this block
-    const int32_t tile = static_cast<int32_t>(blockIdx.x + step / a_.steps * gridDim.x);
-    const int32_t position = step % a_.steps * C::kDepth + static_cast<int>(threadIdx.x) % C::kDepth;
-    if (tile >= a_.tiles || position >= a_.all_kept) return {};
-    const Position<C> at = Position<C>::At(a_, tile);
-    const int32_t window = position / a_.kept;
-    return {window, position % a_.kept, at.block,
-            __ldg(a_.mask + (at.batch * g.windows + window) * g.out_blocks + at.block)};
+  __device__ Kept FindRow(int32_t list) const {
+    const int thread = static_cast<int>(threadIdx.x);
+    return FindKept<C>(a_, list * C::kListed + thread / C::kDepth, thread % C::kDepth);
   }
 
   __device__ void List(int32_t list, const Kept& kept) {
-    Place place{-1, -1};
-    if (kept.window >= 0) {
-      const int32_t x = RowOf(a_, kept.word, kept.window, kept.in_window);
-      if (x < a_.geometry.in_features) {
-        const int32_t block = kept.window * static_cast<int32_t>(a_.geometry.out_blocks) + kept.block;
-        place = {x, block * a_.kept + kept.in_window};
-      }
-    }
-    lists_[list % 2 * C::kThreads + threadIdx.x] = place;
+    lists_[list % 2 * C::kThreads + threadIdx.x] = PlaceOf(a_, kept);
   }
 
   // The list of the step to be copied was written before a barrier that this thread has passed.

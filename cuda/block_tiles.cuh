@@ -88,6 +88,19 @@ __device__ __forceinline__ uint32_t PairUp(uint32_t low, uint32_t high, int odd)
   return __byte_perm(low, high, odd ? 0x7632 : 0x5410);
 }
 
+// columns[i]: byte i of the four rows.
+__device__ __forceinline__ void TransposeBytes(uint32_t row0, uint32_t row1, uint32_t row2, uint32_t row3,
+                                               uint32_t (&columns)[4]) {
+  // Bytes 0 1 or 2 3 of two rows, interleaved; then of four.
+#pragma unroll
+  for (int pair = 0; pair < 2; ++pair) {
+    const uint32_t select = pair ? 0x7362 : 0x5140;
+    const uint32_t low = __byte_perm(row0, row1, select), high = __byte_perm(row2, row3, select);
+    columns[pair * 2] = PairUp(low, high, 0);
+    columns[pair * 2 + 1] = PairUp(low, high, 1);
+  }
+}
+
 // ----------------------------------------------------------------------------------------------------- clusters
 
 // Before sm_90 a cluster is one block: the launchers split nothing there.

@@ -51,6 +51,9 @@ cudaError_t BlockFmaSpmm(const Problem& problem, cudaStream_t stream);
 // highest precision), bfloat16, float16, int8. Feature-major.
 cudaError_t BlockMmaManySpmm(const Problem& problem, cudaStream_t stream);
 
+// block_wgmma_rs.cu: the same for float32 and int8 on Hopper alone.
+cudaError_t BlockWgmmaRsSpmm(const Problem& problem, cudaStream_t stream);
+
 // block_few_tokens.cu: 1 to 128 tokens, bfloat16 or float16, bn a multiple of 16, on tensor cores.
 // block_spmv.cu: one to four tokens, any dtypes but int8 activations, on CUDA cores, where bytes decide.
 // block_simt.cu: few tokens, float32 arithmetic, any block and weight dtype but int8 activations.
@@ -90,6 +93,7 @@ inline constexpr Kernel kSpmmKernels[] = {
     {"ew_wgmma", EwWgmma, true},
     {"block_fma", BlockFmaSpmm, true},
     {"block_mma_many", BlockMmaManySpmm, true},
+    {"block_wgmma_rs", BlockWgmmaRsSpmm, true},
 };
 
 inline constexpr Kernel kSpmmTKernels[] = {

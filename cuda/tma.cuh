@@ -32,6 +32,10 @@ __device__ __forceinline__ void BarrierArrive(uint32_t barrier) {
 __device__ __forceinline__ void BarrierArriveExpect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
+// Announces bytes without arriving.
+__device__ __forceinline__ void BarrierExpect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
 // Arrives when the cp.async copies that this thread has issued so far have landed.
 __device__ __forceinline__ void BarrierArriveAfterCopies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
@@ -56,6 +60,10 @@ __device__ __forceinline__ bool BarrierTest(uint32_t barrier, uint32_t parity) {
                : "r"(barrier), "r"(parity)
                : "memory");
   return done != 0;
+}
+
+__device__ __forceinline__ void StoreShared16(uint32_t to, uint4 v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
 // Makes ordinary shared-memory accesses and those of the copy engine and the tensor cores see each other in order.

@@ -272,7 +272,8 @@ def _block_fma(call: Call) -> str | None:
     return _dtypes(call, frozenset({("float32", "float32")}), ("float32",))
 
 
-def _block_mma_many(call: Call) -> str | None:
+def _kept_rows(call: Call) -> str | None:
+    """What both kernels ask that take kept rows one by one, with many tokens."""
     if call.dtypes[0] == "float32" and call.float32 == "highest":
         return "computes with TF32, not with the float32 that was asked for"
     if reason := _one_mask_word(call) or _columns(call, 64):
@@ -282,6 +283,10 @@ def _block_mma_many(call: Call) -> str | None:
         return f"takes tokens in multiples of {multiple}, not {call.tokens}"
     results = (*_FLOATS, "int32") if call.dtypes[0] == "int8" else _FLOATS
     return _dtypes(call, _SAME | _INT8_BY_INT8, results)
+
+
+def _block_wgmma_rs(call: Call) -> str | None:
+    return _kept_rows(call) or _dtypes(call, _INT8_BY_INT8 | {("float32", "float32")})
 
 
 def _block_t_wgmma(call: Call) -> str | None:
@@ -370,8 +375,17 @@ KERNELS: tuple[Kernel, ...] = (
         "cuda",
         ("spmm",),
         "vector- and block-wise on tensor cores (TF32, int8, 16 bits), many tokens, feature-major",
-        _block_mma_many,
+        _kept_rows,
         feature_major=True,
+    ),
+    Kernel(
+        "block_wgmma_rs",
+        "cuda",
+        ("spmm",),
+        "vector- and block-wise on Hopper's tensor cores (TF32, int8), many tokens, feature-major",
+        _block_wgmma_rs,
+        feature_major=True,
+        capability="9.0",
     ),
     Kernel("block_spmv", "cuda", ("spmm",), "one to four tokens: memory-bound, on CUDA cores", _block_spmv),
     Kernel("block_mma", "cuda", ("spmm",), "vector- and block-wise on tensor cores, few tokens", _block_mma),

@@ -168,23 +168,26 @@ def test_precision(rng):
     oracle.assert_close(nms.spmm(x, w, implementation="cuda"), oracle.spmm(x, w), depth=1024, precision="tf32")
 
 
-def test_three_tf32_products_are_nearly_float32(rng):
-    w = oracle.draw(rng, (1024, 256), "8:32/1x64", fill=oracle.normal)
+@pytest.mark.parametrize("kernel", ["block_mma_many", "block_wgmma_rs"])
+@pytest.mark.parametrize("block", ["1x64", "1x128"])
+def test_three_tf32_products_are_nearly_float32(rng, kernel, block):
+    w = oracle.draw(rng, (1024, 256), f"8:32/{block}", fill=oracle.normal)
     x = oracle.normal(rng, (1024, 1024))
     want = oracle.spmm(x, w)
     errors = {}
     for precision in ("TF32_TF32_F32", "TF32_TF32_F32_X3"):
-        with dispatch.only_kernel("block_mma_many"):
+        with dispatch.only_kernel(kernel):
             y = jax.jit(functools.partial(nms.spmm, implementation="cuda", precision=precision))(x, w)
         errors[precision] = np.linalg.norm(y - want) / np.linalg.norm(want)
     assert 1e-5 < errors["TF32_TF32_F32"] < 1e-3
     assert errors["TF32_TF32_F32_X3"] < 5e-6
 
 
-def test_int8_times_int8_is_exact_for_many_tokens(rng):
+@pytest.mark.parametrize("kernel", ["block_mma_many", "block_wgmma_rs"])
+def test_int8_times_int8_is_exact_for_many_tokens(rng, kernel):
     w = oracle.draw(rng, (1024, 256), "8:32/1x128", jnp.int8, fill=functools.partial(oracle.integers, largest=127))
     x = oracle.integers(rng, (512, 1024), jnp.int8, 127)
-    with dispatch.only_kernel("block_mma_many"):
+    with dispatch.only_kernel(kernel):
         y = jax.jit(functools.partial(nms.spmm, implementation="cuda", preferred_element_type=jnp.int32))(x, w)
     np.testing.assert_array_equal(y, oracle.spmm(x, w))
 

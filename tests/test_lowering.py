@@ -78,6 +78,7 @@ _ACTIVATIONS, _VALUES = "1, 2, 0", "0"
         ("spmm", "block_wgmma", "8:32/1x128", [_ACTIVATIONS, _VALUES], _ACTIVATIONS),
         ("spmm", "block_fma", "8:32/1x32", [_ACTIVATIONS, _VALUES], _ACTIVATIONS),
         ("spmm", "block_mma_many", "8:32/1x64", [_ACTIVATIONS, _VALUES], _ACTIVATIONS),
+        ("spmm", "block_wgmma_rs", "8:32/1x64", [_ACTIVATIONS, _VALUES], _ACTIVATIONS),
         ("spmm_t", "block_t_wgmma", "8:32/1x128", [_ACTIVATIONS, _VALUES], _ACTIVATIONS),
         ("spmm_t", "ew_t_wgmma", "2:4", [_ACTIVATIONS, _VALUES], _ACTIVATIONS),
         ("sddmm", "block_sddmm_wgmma", "8:32/1x128", [_ACTIVATIONS, _ACTIVATIONS], _VALUES),
@@ -90,7 +91,7 @@ def test_feature_major_kernels_ask_for_activations_with_tokens_innermost(
     """Layouts, minor axis first, of [batch, tokens, features] and of values, which are one axis."""
     monkeypatch.setitem(native.MODULES, "cuda", native.NativeModule("cuda", frozenset(), None))
     monkeypatch.setattr(native, "cuda_capability", lambda: "9.0")
-    dtype = jnp.float32 if kernel in ("block_fma", "block_mma_many") else jnp.bfloat16
+    dtype = jnp.float32 if kernel in ("block_fma", "block_mma_many", "block_wgmma_rs") else jnp.bfloat16
     with dispatch.only_kernel(kernel):
         text = _lower(op, _structs(256, 256, 128, pattern, dtype), "cuda", implementation="cuda")
     (call,) = [line for line in text.splitlines() if f"@{target_name(op, 'cuda')}(" in line]

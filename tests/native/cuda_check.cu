@@ -126,7 +126,9 @@ void LaunchCaptured(const Kernel& kernel, const Problem& problem, int times, cud
   CHECK(cudaGraphLaunch(*executable, stream));
 }
 
-bool UsesTf32(const Case& c, const Kernel& kernel) { return kernel.name == "block_mma_many" && c.left == DType::kF32; }
+bool UsesTf32(const Case& c, const Kernel& kernel) {
+  return (kernel.name == "block_mma_many" || kernel.name == "block_wgmma_rs") && c.left == DType::kF32;
+}
 
 // Bound of the error of a sum over the sum of its absolute terms.
 double RoundingOf(const Case& c, const Kernel& kernel, Precision precision) {

@@ -1,0 +1,469 @@
+// Many tokens times vector-wise (1, L) or block-wise (b, b) weights on Hopper's tensor cores, for operands that wgmma
+// takes with k contiguous only (kept_rows.cuh has the equation and the layouts, in which tokens and columns are):
+// float32 as TF32 (rounded to 11 significant bits) or as three products of TF32 halves (big big + big small + small
+// big), and int8 with int32 sums.
+//
+// x is the M operand, in registers: as it lies in memory, a line of tokens per kept row, it comes to shared memory by
+//   the copy engine, and consumers read it in fragments. The order of tokens is free: lane 4 g + t of a warp reads four
+//   neighbours, which are rows g and g + 8 of two products, so its results are runs of four tokens.
+// The weights are the N operand, in shared memory: producers read them from global memory two steps ahead, transpose
+//   them in registers, round or split them, and write lines of k.
+// Step. kDepth kept rows (128 bytes of k), counted over all windows. Rows that do not exist are zeros in both operands.
+// Ownership. A block (one per multiprocessor, persistent) owns a tile of kColumns x 256 tokens at a time, each of two
+//   consumer warpgroups 128 tokens of it. The third warpgroup produces. Steps run ahead over the ends of tiles.
+// Shared memory (bytes): ring of slots, in each kParts x kColumns x 128 of weights, then the lines of x, 32 bytes of
+//   padding after each that share a register, so that rows t of a fragment fall into different banks; 4 x 128 x 8 of
+//   places of kept rows; barriers, 2 x 8 a slot.
+// Synchronisation. full[slot]: 128 producers have arrived and the bytes of x have landed. empty[slot]: all eight
+//   consumer warps are done with it. Named barrier 1: producers and their lists.
+#ifndef JAX_NMSPARSE_CUDA_BLOCK_WGMMA_RS_CUH_
+#define JAX_NMSPARSE_CUDA_BLOCK_WGMMA_RS_CUH_
+
+#include "cuda/kept_rows.cuh"
+#include "cuda/tf32.cuh"
+#include "cuda/tma.cuh"
+#include "cuda/wgmma_k_major.cuh"
+
+namespace nmsparse::cuda::block_wgmma_rs {
+
+using kept_rows::Arguments;
+using kept_rows::Kept;
+using kept_rows::Place;
+using kept_rows::Position;
+
+template <class T_, int kProducts_, int kColumns_>
+struct Config {
+  using T = T_;
+  using Acc = std::conditional_t<std::is_same_v<T, int8_t>, int32_t, float>;
+  static constexpr int kProducts = kProducts_;  // of TF32, for one of float32
+  static constexpr int kParts = kProducts == 3 ? 2 : 1;
+  static constexpr int kColumns = kColumns_;
+  static constexpr int kTokens = 256;
+  static constexpr int kConsumers = 2;
+  static constexpr int kTiles = kTokens / kConsumers / kMmaRows;  // products of a consumer that share weights
+  static constexpr int kThreads = (kConsumers + 1) * kWarpgroupSize;
+  static constexpr int kProducerRegisters = 104, kConsumerRegisters = 200;
+  static constexpr int kDepth = kLineBytes / sizeof(T);
+  static constexpr int kPacked = 4 / sizeof(T);  // rows of k that share a register
+  static constexpr int kRowBytes = kTokens * sizeof(T);
+  static constexpr int kPackedBytes = kPacked * kRowBytes + 32;
+  static constexpr int kInputBytes = kDepth / kPacked * kPackedBytes;
+  static constexpr int kWeightBytes = kColumns * kLineBytes;
+  static constexpr int kStageBytes = kParts * kWeightBytes + kInputBytes;
+  static constexpr int kListed = kWarpgroupSize / kDepth;  // steps of a list, a row by each producer
+  static constexpr int kLists = 4;
+  static constexpr int kFixedBytes = kLists * kWarpgroupSize * sizeof(Place);
+  static constexpr int kSlots = (kHopperSharedBytes - kFixedBytes) / (kStageBytes + 16);
+  static constexpr int kSharedBytes = kSlots * (kStageBytes + 16) + kFixedBytes;
+  static_assert(kStageBytes % 1024 == 0, "lines are swizzled by the bits of their address");
+  static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= 3 * 168,
+                "the warpgroups share what the block was launched with, 168 registers a thread");
+};
+
+template <class C>
+struct Shared {
+  uint32_t base;
+
+  // Where kept row `row` of a step lies in the lines of x.
+  __device__ static constexpr int RowOffset(int row) {
+    return row / C::kPacked * C::kPackedBytes + row % C::kPacked * C::kRowBytes;
+  }
+  __device__ uint32_t Weights(int slot, int part) const {
+    return base + slot * C::kStageBytes + part * C::kWeightBytes;
+  }
+  __device__ uint32_t Inputs(int slot) const { return Weights(slot, C::kParts); }
+  __device__ uint32_t Full(int slot) const { return base + C::kSlots * C::kStageBytes + slot * 8; }
+  __device__ uint32_t Empty(int slot) const { return Full(C::kSlots + slot); }
+  __device__ Place* Lists(unsigned char* storage) const {
+    return reinterpret_cast<Place*>(storage + C::kSlots * (C::kStageBytes + 16));
+  }
+};
+
+// The steps of this block, tile after tile.
+template <class C>
+class Walk {
+ public:
+  __device__ explicit Walk(const Arguments& a) : a_(a), tile_(static_cast<int32_t>(blockIdx.x)) { Start(); }
+
+  __device__ bool Ended() const { return tile_ >= a_.tiles; }
+  __device__ const Position<C>& at() const { return at_; }
+  __device__ void Next() {
+    if (++step_ < a_.steps) return;
+    step_ = 0;
+    tile_ += static_cast<int32_t>(gridDim.x);
+    Start();
+  }
+
+ private:
+  __device__ void Start() {
+    if (!Ended()) at_ = Position<C>::At(a_, tile_);
+  }
+
+  const Arguments& a_;
+  int32_t tile_, step_ = 0;
+  Position<C> at_;
+};
+
+// ------------------------------------------------------------------------------------------------------------
+// producers
+
+// A unit of the weights of a step is what a warp transposes at once: 32 columns x 64 bytes of k, of which lane
+// (a, k, b), from the low bits on 1, 2 and 2, takes the four columns from 4 (a + 2 b) on and 16 bytes of k. The writes
+// of eight neighbours, a and k, fall into different banks.
+template <class C>
+class Producer {
+ public:
+  using T = typename C::T;
+  static constexpr int kRows = 16 / sizeof(T);                                 // of k that a lane transposes
+  static constexpr int kUnits = C::kColumns / 32 * 2 / 4;                      // of a warp and step
+  using Quad = std::conditional_t<std::is_same_v<T, float>, uint4, uint32_t>;  // four columns of a row
+  using Weights = Quad[kUnits][kRows];
+
+  __device__ Producer(const Arguments& a, const Shared<C>& shared, Place* lists)
+      : a_(a),
+        shared_(shared),
+        lists_(lists),
+        thread_(static_cast<int>(threadIdx.x) % kWarpgroupSize),
+        copies_(a),
+        loads_(a) {
+    const int lane = thread_ % kWarpSize;
+    column_ = (lane % 2 + lane / 8 * 2) * 4;
+    piece_ = lane / 2 % 4;
+  }
+
+  __device__ void Run() {
+    if (a_.steps == 0) return;
+    kept_ = FindRow(0);
+    for (int list = 0; list * C::kListed < kAhead; ++list) List(list);
+    NamedBarrier(kBarrier, kWarpgroupSize);
+    Weights even, odd;
+    Load(0, even);
+    Load(1, odd);
+    for (int step = 0; !copies_.Ended(); step += 2) {
+      Produce(step, even);
+      if (copies_.Ended()) break;
+      Produce(step + 1, odd);
+    }
+  }
+
+ private:
+  static constexpr int kBarrier = 1;
+  static constexpr int kAhead = 2;  // steps by which weights are read ahead
+
+  __device__ Kept FindRow(int list) const {
+    return kept_rows::FindKept<C>(a_, list * C::kListed + thread_ / C::kDepth, thread_ % C::kDepth);
+  }
+  // Writes the list that was looked up, looks up the next.
+  __device__ void List(int list) {
+    lists_[list % C::kLists * kWarpgroupSize + thread_] = kept_rows::PlaceOf(a_, kept_);
+    kept_ = FindRow(list + 1);
+  }
+  __device__ const Place* ListOf(int step) const { return lists_ + step % (C::kLists * C::kListed) * C::kDepth; }
+  // 32-column group and half of the line of k of unit i.
+  __device__ int GroupOf(int i) const { return (thread_ / kWarpSize + 4 * i) % (C::kColumns / 32); }
+  __device__ int HalfOf(int i) const { return (thread_ / kWarpSize + 4 * i) / (C::kColumns / 32); }
+
+  // The weights of `weights` are those of step `step`.
+  __device__ void Produce(int step, Weights& weights) {
+    if ((step + kAhead) % C::kListed == 0) List((step + kAhead) / C::kListed);
+    BarrierWait(shared_.Empty(at_.slot), at_.parity ^ 1);
+    const uint32_t full = shared_.Full(at_.slot);
+    CopyInputs(ListOf(step), full);
+    copies_.Next();
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) Transpose(weights[i], GroupOf(i) * 32 + column_, HalfOf(i) * 4 + piece_);
+    ProxyFence();  // wgmma reads what was written
+    BarrierArrive(full);
+    at_.Advance(C::kSlots);
+    NamedBarrier(kBarrier, kWarpgroupSize);  // the list of the step to be read is whole
+    Load(step + kAhead, weights);
+  }
+
+  // One row of x by each kListed-th thread.
+  __device__ void CopyInputs(const Place* list, uint32_t full) const {
+    if (thread_ % C::kListed != 0) return;
+    const Geometry& g = a_.geometry;
+    const int row = thread_ / C::kListed;
+    const uint32_t to = shared_.Inputs(at_.slot) + Shared<C>::RowOffset(row);
+    const Place place = list[row];
+    if (place.x >= 0) {
+      const Position<C>& at = copies_.at();
+      const auto bytes = static_cast<uint32_t>(min(int64_t{C::kTokens}, g.tokens - at.token) * sizeof(T));
+      BarrierExpect(full, bytes);
+      LoadBytes(to, static_cast<const T*>(a_.x) + (at.batch * g.in_features + place.x) * g.tokens + at.token, bytes,
+                full);
+    } else {
+      for (int i = 0; i < C::kRowBytes; i += 16) StoreShared16(to + i, make_uint4(0, 0, 0, 0));
+    }
+  }
+
+  __device__ void Load(int step, Weights& weights) {
+    if (loads_.Ended()) return;
+    const Geometry& g = a_.geometry;
+    const Position<C>& at = loads_.at();
+    const Place* const list = ListOf(step);
+    const T* const values = static_cast<const T*>(a_.values) + at.batch * block::ValuesPerBatch(g) +
+                            at.column % static_cast<int>(g.bn) + column_;
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) {
+        const int32_t place = list[(HalfOf(i) * 4 + piece_) * kRows + row].values;
+        weights[i][row] =
+            place >= 0 ? __ldg(reinterpret_cast<const Quad*>(values + place * g.bn + GroupOf(i) * 32)) : Quad{};
+      }
+    }
+    loads_.Next();
+  }
+
+  // `column`: the first of four, of the tile. `piece`: of a line.
+  __device__ void Transpose(const Quad (&rows)[kRows], int column, int piece) const {
+    uint32_t lines[4][4];  // of each column, 16 bytes of k
+    if constexpr (std::is_same_v<T, float>) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        lines[0][k] = rows[k].x, lines[1][k] = rows[k].y, lines[2][k] = rows[k].z, lines[3][k] = rows[k].w;
+    } else {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        uint32_t words[4];
+        block::TransposeBytes(rows[4 * k], rows[4 * k + 1], rows[4 * k + 2], rows[4 * k + 3], words);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) lines[i][k] = words[i];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t offset = (column + i) * kLineBytes + (piece ^ (column + i) % 8) * 16;
+      uint32_t small[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        if constexpr (C::kProducts == 3) {
+          small[k] = SplitToTf32(lines[i][k]);
+        } else if constexpr (std::is_same_v<T, float>) {
+          lines[i][k] = RoundToTf32(__uint_as_float(lines[i][k]));
+        }
+      }
+      StoreShared16(shared_.Weights(at_.slot, 0) + offset,
+                    make_uint4(lines[i][0], lines[i][1], lines[i][2], lines[i][3]));
+      if constexpr (C::kProducts == 3) {
+        StoreShared16(shared_.Weights(at_.slot, 1) + offset, make_uint4(small[0], small[1], small[2], small[3]));
+      }
+    }
+  }
+
+  const Arguments& a_;
+  const Shared<C> shared_;
+  Place* const lists_;
+  const int thread_;
+  int column_, piece_;
+  Kept kept_;
+  Walk<C> copies_, loads_;
+  RingPosition at_;
+};
+
+// ------------------------------------------------------------------------------------------------------------
+// consumers
+
+template <class C>
+class Consumer {
+ public:
+  using T = typename C::T;
+  using Acc = typename C::Acc;
+  using Sums = Acc[C::kTiles][C::kColumns / 2];
+
+  __device__ Consumer(const Arguments& a, const Shared<C>& shared, int consumer)
+      : a_(a), shared_(shared), lane_(threadIdx.x % kWarpSize) {
+    const int warp = threadIdx.x / kWarpSize % 4;
+    token_ = consumer * (C::kTokens / C::kConsumers) + warp * 32 + lane_ / 4 * 4;
+    input_offset_ = lane_ % 4 * C::kPackedBytes + token_ * static_cast<int>(sizeof(T));
+  }
+
+  __device__ void Run(const Position<C>& at) {
+    Sums sum;
+#pragma unroll
+    for (auto& tile : sum) {
+#pragma unroll
+      for (Acc& v : tile) v = 0;
+    }
+    Reduce(sum);
+    Store(at, sum);
+  }
+
+ private:
+  static constexpr int kParts = C::kParts;
+  static constexpr int kProductsOfStep = kLineBytes / kProductBytes;
+
+  // Of one product: what a lane reads of x, its rows t and t + 4 of registers of k, for four tokens.
+  struct Raw {
+    uint32_t words[2][4];
+  };
+  // Operands of one product, [big, small][tile].
+  struct Operands {
+    uint32_t a[kParts][C::kTiles][4];
+  };
+
+  __device__ Raw Read(int product) const {
+    Raw raw;
+    const uint32_t from = shared_.Inputs(at_.slot) + input_offset_ + product * 8 * C::kPackedBytes;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t line = from + half * 4 * C::kPackedBytes;
+      if constexpr (std::is_same_v<T, float>) {
+        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(raw.words[half][0]), "=r"(raw.words[half][1]), "=r"(raw.words[half][2]),
+                       "=r"(raw.words[half][3])
+                     : "r"(line));
+      } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          asm volatile("ld.shared.u32 %0, [%1];" : "=r"(raw.words[half][i]) : "r"(line + i * C::kRowBytes));
+        }
+      }
+    }
+    return raw;
+  }
+
+  __device__ static void Prepare(const Raw& raw, Operands& operands) {
+    static_assert(C::kTiles == 2, "four tokens are two rows of two products");
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t words[4];
+      if constexpr (std::is_same_v<T, float>) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) words[i] = raw.words[half][i];
+      } else {
+        const auto& rows = raw.words[half];
+        block::TransposeBytes(rows[0], rows[1], rows[2], rows[3], words);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if constexpr (C::kProducts == 3) {
+          operands.a[kParts - 1][i / 2][2 * half + i % 2] = SplitToTf32(words[i]);
+        } else if constexpr (std::is_same_v<T, float>) {
+          words[i] = RoundToTf32(__uint_as_float(words[i]));
+        }
+        operands.a[0][i / 2][2 * half + i % 2] = words[i];
+      }
+    }
+  }
+
+  __device__ void Multiply(Sums& sum, const Operands& operands, int product) const {
+    const uint64_t advance = product * kProductBytes / 16;
+    const uint64_t big = MmaDescriptor(shared_.Weights(at_.slot, 0), kLineBytes) + advance;
+    MmaFence();
+#pragma unroll
+    for (int tile = 0; tile < C::kTiles; ++tile) {
+      if constexpr (C::kProducts == 3) {
+        const uint64_t small = MmaDescriptor(shared_.Weights(at_.slot, 1), kLineBytes) + advance;
+        MmaKMajor<C::kColumns>(sum[tile], operands.a[1][tile], big);
+        MmaKMajor<C::kColumns>(sum[tile], operands.a[0][tile], small);
+      }
+      MmaKMajor<C::kColumns>(sum[tile], operands.a[0][tile], big);
+    }
+    MmaCommit();
+  }
+
+  __device__ void Release(int slot) const {
+    if (lane_ == 0) BarrierArrive(shared_.Empty(slot));
+  }
+
+  // Sets of operands take turns: one is prepared while the products of the other run. (Three products leave registers
+  // for one set.)
+  static constexpr int kSets = C::kProducts == 3 ? 1 : 2;
+
+  __device__ void Reduce(Sums& sum) {
+    Operands operands[kSets];
+    int pending = 0;  // slot whose products may still run
+    for (int step = 0; step < a_.steps; ++step, at_.Advance(C::kSlots)) {
+      BarrierWait(shared_.Full(at_.slot), at_.parity);
+#pragma unroll
+      for (int product = 0; product < kProductsOfStep; ++product) {
+        const Raw raw = Read(product);
+        MmaWait<kSets - 1>();  // the set is free
+        if (product == kSets - 1) {
+          if (step > 0) Release(pending);
+          pending = at_.slot;
+        }
+        Prepare(raw, operands[product % kSets]);
+        Multiply(sum, operands[product % kSets], product);
+      }
+    }
+    MmaWait<0>();
+    if (a_.steps > 0) Release(pending);
+  }
+
+  __device__ void Store(const Position<C>& at, const Sums& sum) const {
+    switch (a_.y.dtype) {
+      case DType::kF32:
+        return StoreAs<float>(at, sum);
+      case DType::kBF16:
+        return StoreAs<__nv_bfloat16>(at, sum);
+      case DType::kF16:
+        return StoreAs<__half>(at, sum);
+      default:
+        if constexpr (std::is_same_v<Acc, int32_t>) StoreAs<int32_t>(at, sum);
+    }
+  }
+
+  template <class Out>
+  __device__ void StoreAs(const Position<C>& at, const Sums& sum) const {
+    struct alignas(4 * sizeof(Out)) Results {
+      Out v[4];
+    };
+    const Geometry& g = a_.geometry;
+    const int32_t token = at.token + token_;
+    if (token >= g.tokens) return;
+    const bool plain = IsIdentity(a_.epilogue);
+#pragma unroll
+    for (int i = 0; i < C::kColumns / 4; ++i) {
+      const int32_t column = at.column + i / 2 * 8 + lane_ % 4 * 2 + i % 2;
+      if (column >= g.out_features) continue;
+      const int64_t feature = at.batch * g.out_features + column;
+      Results results;
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        Acc v = sum[k / 2][i / 2 * 4 + k % 2 * 2 + i % 2];
+        if constexpr (C::kProducts == 3) {
+          // Infinity minus infinity, or infinity times a half that is zero: neither is of the product asked for.
+          if (isnan(v)) v = kept_rows::SumPlainly(a_, at.batch, column, token + k);
+        }
+        results.v[k] = plain ? To<Out>(v) : To<Out>(kept_rows::Finish(a_.epilogue, feature, static_cast<float>(v)));
+      }
+      *reinterpret_cast<Results*>(static_cast<Out*>(a_.y.data) + feature * g.tokens + token) = results;
+    }
+  }
+
+  const Arguments& a_;
+  const Shared<C> shared_;
+  const int lane_;
+  int token_, input_offset_;
+  RingPosition at_;
+};
+
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, 1) ManyTokensRs(const __grid_constant__ Arguments a) {
+  extern __shared__ __align__(1024) unsigned char storage[];
+  const Shared<C> shared{SharedAddress(storage)};
+  if (threadIdx.x == 0) {
+    for (int slot = 0; slot < C::kSlots; ++slot) {
+      BarrierInit(shared.Full(slot), kWarpgroupSize);
+      BarrierInit(shared.Empty(slot), C::kConsumers * 4);
+    }
+    BarrierInitFence();
+  }
+  __syncthreads();
+  const int warpgroup = threadIdx.x / kWarpgroupSize;
+  if (warpgroup == C::kConsumers) {
+    ReleaseRegisters<C::kProducerRegisters>();
+    Producer<C>(a, shared, shared.Lists(storage)).Run();
+  } else {
+    ClaimRegisters<C::kConsumerRegisters>();
+    Consumer<C> consumer(a, shared, warpgroup);
+    for (int32_t tile = blockIdx.x; tile < a.tiles; tile += gridDim.x) consumer.Run(Position<C>::At(a, tile));
+  }
+}
+
+}  // namespace nmsparse::cuda::block_wgmma_rs
+
+#endif  // JAX_NMSPARSE_CUDA_BLOCK_WGMMA_RS_CUH_
