@@ -3,8 +3,8 @@
 // float32 as TF32 (rounded to 11 significant bits) or as three products of TF32 halves (big big + big small + small
 // big), and int8 with int32 sums.
 //
-// x is the M operand, in registers: as it lies in memory, a line of tokens per kept row, it comes to shared memory by
-//   the copy engine, and consumers read it in fragments. The order of tokens is free: lane 4 g + t of a warp reads four
+// x is the M operand, in registers: as it lies in memory, a line of tokens per kept row, producers copy it to shared
+//   memory, and consumers read it in fragments. The order of tokens is free: lane 4 g + t of a warp reads four
 //   neighbours, which are rows g and g + 8 of two products, so its results are runs of four tokens.
 // The weights are the N operand, in shared memory: producers read them from global memory two steps ahead, transpose
 //   them in registers, round or split them, and write lines of k.
@@ -12,10 +12,10 @@
 // Ownership. A block (one per multiprocessor, persistent) owns a tile of kColumns x 256 tokens at a time, each of two
 //   consumer warpgroups 128 tokens of it. The third warpgroup produces. Steps run ahead over the ends of tiles.
 // Shared memory (bytes): ring of slots, in each kParts x kColumns x 128 of weights, then the lines of x, 32 bytes of
-//   padding after each that share a register, so that rows t of a fragment fall into different banks; 4 x 128 x 8 of
-//   places of kept rows; barriers, 2 x 8 a slot.
-// Synchronisation. full[slot]: 128 producers have arrived and the bytes of x have landed. empty[slot]: all eight
-//   consumer warps are done with it. Named barrier 1: producers and their lists.
+//   padding after each that share a register, so that rows t of a fragment fall into different banks; places of 4 x 128
+//   kept rows in x and in the values, 4 bytes each; barriers, 2 x 8 a slot.
+// Synchronisation. full[slot]: 128 producers have arrived twice, with the weights and after their copies of x.
+//   empty[slot]: all eight consumer warps are done with it. Named barrier 1: producers and their lists.
 #ifndef JAX_NMSPARSE_CUDA_BLOCK_WGMMA_RS_CUH_
 #define JAX_NMSPARSE_CUDA_BLOCK_WGMMA_RS_CUH_
 
@@ -52,7 +52,7 @@ struct Config {
   static constexpr int kStageBytes = kParts * kWeightBytes + kInputBytes;
   static constexpr int kListed = kWarpgroupSize / kDepth;  // steps of a list, a row by each producer
   static constexpr int kLists = 4;
-  static constexpr int kFixedBytes = kLists * kWarpgroupSize * sizeof(Place);
+  static constexpr int kFixedBytes = 2 * kLists * kWarpgroupSize * 4;
   static constexpr int kSlots = (kHopperSharedBytes - kFixedBytes) / (kStageBytes + 16);
   static constexpr int kSharedBytes = kSlots * (kStageBytes + 16) + kFixedBytes;
   static_assert(kStageBytes % 1024 == 0, "lines are swizzled by the bits of their address");
@@ -74,8 +74,8 @@ struct Shared {
   __device__ uint32_t Inputs(int slot) const { return Weights(slot, C::kParts); }
   __device__ uint32_t Full(int slot) const { return base + C::kSlots * C::kStageBytes + slot * 8; }
   __device__ uint32_t Empty(int slot) const { return Full(C::kSlots + slot); }
-  __device__ Place* Lists(unsigned char* storage) const {
-    return reinterpret_cast<Place*>(storage + C::kSlots * (C::kStageBytes + 16));
+  __device__ int32_t* Lists(unsigned char* storage) const {
+    return reinterpret_cast<int32_t*>(storage + C::kSlots * (C::kStageBytes + 16));
   }
 };
 
@@ -104,32 +104,31 @@ class Walk {
   Position<C> at_;
 };
 
-// ------------------------------------------------------------------------------------------------------------
-// producers
-
-// A unit of the weights of a step is what a warp transposes at once: 32 columns x 64 bytes of k, of which lane
-// (a, k, b), from the low bits on 1, 2 and 2, takes the four columns from 4 (a + 2 b) on and 16 bytes of k. The writes
-// of eight neighbours, a and k, fall into different banks.
+// A thread takes, of the weights of a step, 16 bytes of k (piece threadIdx.x % 8 of a line) of kGroup neighbouring
+// columns at a time, which it transposes: eight neighbouring threads write to different banks. Of x it copies one piece
+// of 16 bytes of kCopies consecutive lines.
 template <class C>
 class Producer {
  public:
   using T = typename C::T;
-  static constexpr int kRows = 16 / sizeof(T);                                 // of k that a lane transposes
-  static constexpr int kUnits = C::kColumns / 32 * 2 / 4;                      // of a warp and step
-  using Quad = std::conditional_t<std::is_same_v<T, float>, uint4, uint32_t>;  // four columns of a row
-  using Weights = Quad[kUnits][kRows];
+  static constexpr int kRows = 16 / sizeof(T);  // of k that a thread transposes
+  static constexpr int kPieces = kLineBytes / 16;
+  using Group = std::conditional_t<std::is_same_v<T, float>, uint4, uint2>;  // neighbouring columns of a row
+  static constexpr int kGroup = sizeof(Group) / sizeof(T);
+  static constexpr int kStride = kWarpgroupSize / kPieces * kGroup;                 // columns of all threads at a time
+  static constexpr int kUnits = C::kColumns < kStride ? 1 : C::kColumns / kStride;  // of a thread and step
+  using Weights = Group[kUnits][kRows];
 
-  __device__ Producer(const Arguments& a, const Shared<C>& shared, Place* lists)
+  __device__ Producer(const Arguments& a, const Shared<C>& shared, int32_t* lists)
       : a_(a),
         shared_(shared),
-        lists_(lists),
+        x_places_(lists),
+        value_places_(lists + C::kLists * kWarpgroupSize),
         thread_(static_cast<int>(threadIdx.x) % kWarpgroupSize),
+        piece_(thread_ % kPieces),
+        column_(thread_ / kPieces * kGroup),
         copies_(a),
-        loads_(a) {
-    const int lane = thread_ % kWarpSize;
-    column_ = (lane % 2 + lane / 8 * 2) * 4;
-    piece_ = lane / 2 % 4;
-  }
+        loads_(a) {}
 
   __device__ void Run() {
     if (a_.steps == 0) return;
@@ -155,23 +154,25 @@ class Producer {
   }
   // Writes the list that was looked up, looks up the next.
   __device__ void List(int list) {
-    lists_[list % C::kLists * kWarpgroupSize + thread_] = kept_rows::PlaceOf(a_, kept_);
+    const Place place = kept_rows::PlaceOf(a_, kept_);
+    const int at = list % C::kLists * kWarpgroupSize + thread_;
+    x_places_[at] = place.x, value_places_[at] = place.values;
     kept_ = FindRow(list + 1);
   }
-  __device__ const Place* ListOf(int step) const { return lists_ + step % (C::kLists * C::kListed) * C::kDepth; }
-  // 32-column group and half of the line of k of unit i.
-  __device__ int GroupOf(int i) const { return (thread_ / kWarpSize + 4 * i) % (C::kColumns / 32); }
-  __device__ int HalfOf(int i) const { return (thread_ / kWarpSize + 4 * i) / (C::kColumns / 32); }
+  __device__ static int ListOf(int step) { return step % (C::kLists * C::kListed) * C::kDepth; }
 
   // The weights of `weights` are those of step `step`.
   __device__ void Produce(int step, Weights& weights) {
     if ((step + kAhead) % C::kListed == 0) List((step + kAhead) / C::kListed);
     BarrierWait(shared_.Empty(at_.slot), at_.parity ^ 1);
     const uint32_t full = shared_.Full(at_.slot);
-    CopyInputs(ListOf(step), full);
+    CopyInputs(x_places_ + ListOf(step));
+    BarrierArriveAfterCopies(full);
     copies_.Next();
 #pragma unroll
-    for (int i = 0; i < kUnits; ++i) Transpose(weights[i], GroupOf(i) * 32 + column_, HalfOf(i) * 4 + piece_);
+    for (int i = 0; i < kUnits; ++i) {
+      if (C::kColumns >= kStride || column_ < C::kColumns) Transpose(weights[i], i * kStride + column_);
+    }
     ProxyFence();  // wgmma reads what was written
     BarrierArrive(full);
     at_.Advance(C::kSlots);
@@ -179,21 +180,26 @@ class Producer {
     Load(step + kAhead, weights);
   }
 
-  // One row of x by each kListed-th thread.
-  __device__ void CopyInputs(const Place* list, uint32_t full) const {
-    if (thread_ % C::kListed != 0) return;
+  __device__ void CopyInputs(const int32_t* places) const {
+    constexpr int kLinePieces = C::kRowBytes / 16;
+    constexpr int kCopies = C::kDepth * kLinePieces / kWarpgroupSize;
+    static_assert(kCopies % 4 == 0, "places are read four at a time");
     const Geometry& g = a_.geometry;
-    const int row = thread_ / C::kListed;
-    const uint32_t to = shared_.Inputs(at_.slot) + Shared<C>::RowOffset(row);
-    const Place place = list[row];
-    if (place.x >= 0) {
-      const Position<C>& at = copies_.at();
-      const auto bytes = static_cast<uint32_t>(min(int64_t{C::kTokens}, g.tokens - at.token) * sizeof(T));
-      BarrierExpect(full, bytes);
-      LoadBytes(to, static_cast<const T*>(a_.x) + (at.batch * g.in_features + place.x) * g.tokens + at.token, bytes,
-                full);
-    } else {
-      for (int i = 0; i < C::kRowBytes; i += 16) StoreShared16(to + i, make_uint4(0, 0, 0, 0));
+    const Position<C>& at = copies_.at();
+    const int first = thread_ / kLinePieces * kCopies, element = thread_ % kLinePieces * kRows;
+    const bool inside = at.token + element < g.tokens;
+    const uint32_t to = shared_.Inputs(at_.slot) + Shared<C>::RowOffset(first) + element * sizeof(T);
+    const T* const x = static_cast<const T*>(a_.x) + at.batch * g.in_features * g.tokens + at.token + element;
+    const auto tokens = static_cast<int32_t>(g.tokens);
+#pragma unroll
+    for (int row = 0; row < kCopies; row += 4) {
+      const int4 four = *reinterpret_cast<const int4*>(places + first + row);
+      const int32_t place[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const bool exists = place[i] >= 0 && inside;
+        CopyAsync16(to + Shared<C>::RowOffset(row + i), exists ? x + int64_t{place[i]} * tokens : x, exists ? 16 : 0);
+      }
     }
   }
 
@@ -201,40 +207,50 @@ class Producer {
     if (loads_.Ended()) return;
     const Geometry& g = a_.geometry;
     const Position<C>& at = loads_.at();
-    const Place* const list = ListOf(step);
+    const int32_t* const places = value_places_ + ListOf(step) + piece_ * kRows;
     const T* const values = static_cast<const T*>(a_.values) + at.batch * block::ValuesPerBatch(g) +
                             at.column % static_cast<int>(g.bn) + column_;
+    const auto bn = static_cast<int32_t>(g.bn);
+    const bool inside = C::kColumns >= kStride || column_ < C::kColumns;
 #pragma unroll
-    for (int i = 0; i < kUnits; ++i) {
+    for (int row = 0; row < kRows; row += 4) {
+      const int4 four = *reinterpret_cast<const int4*>(places + row);
+      const int32_t place[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-      for (int row = 0; row < kRows; ++row) {
-        const int32_t place = list[(HalfOf(i) * 4 + piece_) * kRows + row].values;
-        weights[i][row] =
-            place >= 0 ? __ldg(reinterpret_cast<const Quad*>(values + place * g.bn + GroupOf(i) * 32)) : Quad{};
+      for (int k = 0; k < 4; ++k) {
+        const T* const from = values + int64_t{place[k]} * bn;
+#pragma unroll
+        for (int i = 0; i < kUnits; ++i) {
+          weights[i][row + k] = Group{};
+          if (place[k] >= 0 && inside) weights[i][row + k] = __ldg(reinterpret_cast<const Group*>(from + i * kStride));
+        }
       }
     }
     loads_.Next();
   }
 
-  // `column`: the first of four, of the tile. `piece`: of a line.
-  __device__ void Transpose(const Quad (&rows)[kRows], int column, int piece) const {
-    uint32_t lines[4][4];  // of each column, 16 bytes of k
+  // `column`: the first of the group, of the tile.
+  __device__ void Transpose(const Group (&rows)[kRows], int column) const {
+    uint32_t lines[kGroup][4];  // of each column, 16 bytes of k
     if constexpr (std::is_same_v<T, float>) {
 #pragma unroll
-      for (int k = 0; k < 4; ++k)
+      for (int k = 0; k < 4; ++k) {
         lines[0][k] = rows[k].x, lines[1][k] = rows[k].y, lines[2][k] = rows[k].z, lines[3][k] = rows[k].w;
+      }
     } else {
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        uint32_t words[4];
-        block::TransposeBytes(rows[4 * k], rows[4 * k + 1], rows[4 * k + 2], rows[4 * k + 3], words);
+        const Group* const four = rows + 4 * k;
+        uint32_t words[2][4];
+        block::TransposeBytes(four[0].x, four[1].x, four[2].x, four[3].x, words[0]);
+        block::TransposeBytes(four[0].y, four[1].y, four[2].y, four[3].y, words[1]);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) lines[i][k] = words[i];
+        for (int i = 0; i < kGroup; ++i) lines[i][k] = words[i / 4][i % 4];
       }
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t offset = (column + i) * kLineBytes + (piece ^ (column + i) % 8) * 16;
+    for (int i = 0; i < kGroup; ++i) {
+      const uint32_t offset = (column + i) * kLineBytes + (piece_ ^ (column + i) % 8) * 16;
       uint32_t small[4];
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
@@ -254,16 +270,13 @@ class Producer {
 
   const Arguments& a_;
   const Shared<C> shared_;
-  Place* const lists_;
-  const int thread_;
-  int column_, piece_;
+  int32_t* const x_places_;
+  int32_t* const value_places_;
+  const int thread_, piece_, column_;
   Kept kept_;
   Walk<C> copies_, loads_;
   RingPosition at_;
 };
-
-// ------------------------------------------------------------------------------------------------------------
-// consumers
 
 template <class C>
 class Consumer {
@@ -447,7 +460,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) ManyTokensRs(const __grid_cons
   const Shared<C> shared{SharedAddress(storage)};
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < C::kSlots; ++slot) {
-      BarrierInit(shared.Full(slot), kWarpgroupSize);
+      BarrierInit(shared.Full(slot), 2 * kWarpgroupSize);
       BarrierInit(shared.Empty(slot), C::kConsumers * 4);
     }
     BarrierInitFence();

@@ -22,8 +22,8 @@
 //   of two consumer warpgroups 64 columns of it, in registers. A stage is two windows. One thread of the third
 //   warpgroup copies values and x. Mask words go from global memory to the registers that need them, two stages ahead.
 // Shared memory (bytes): ring of slots, in each kWindows x 128 columns x 2 q of values (and up to 1 KiB of zeros, so
-//   that reads past a column stay inside), then kTokens / 64 x 64 lines x 128 of x; results on their way out
-//   (feature_major.cuh), 2 x kBuffers x 8192; barriers, 2 x 8 a slot.
+//   that reads past a column stay inside; there is nothing but zeros and values), then kTokens / 64 x 64 lines x 128 of
+//   x; results on their way out (feature_major.cuh), 2 x kBuffers x 8192; barriers, 2 x 8 a slot.
 // Synchronisation. full[slot]: its bytes have landed. empty[slot]: all eight consumer warps are done with it. Named
 //   barriers 1 and 2: a consumer and its results.
 #ifndef JAX_NMSPARSE_CUDA_EW_MANY_TOKENS_CUH_
@@ -423,10 +423,10 @@ __global__ void __launch_bounds__(C::kThreads, 1) ManyTokens(const __grid_consta
     BarrierInitFence();
   }
   if constexpr (C::kForm == Form::kExpanded) {
-    const int gap = (C::ValueRoom(q) - C::ValueBytes(q)) / 4;
-    for (int i = threadIdx.x; i < a.slots * gap; i += C::kThreads) {
-      const uint32_t at = i / gap * C::StageBytes(q) + C::ValueBytes(q) + i % gap * 4;
-      *reinterpret_cast<uint32_t*>(storage + at) = 0;
+    // Surplus bits of a mask read beyond a column, perhaps of a tile that the weight ends in.
+    const int words = C::ValueRoom(q) / 4;
+    for (int i = threadIdx.x; i < a.slots * words; i += C::kThreads) {
+      *reinterpret_cast<uint32_t*>(storage + i / words * C::StageBytes(q) + i % words * 4) = 0;
     }
   }
   ClusterBarrier();
