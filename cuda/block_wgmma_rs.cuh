@@ -53,8 +53,10 @@ struct Config {
   static constexpr int kListed = kWarpgroupSize / kDepth;  // steps of a list, a row by each producer
   static constexpr int kLists = 4;
   static constexpr int kFixedBytes = 2 * kLists * kWarpgroupSize * 4;
-  static constexpr int kSlots = (kHopperSharedBytes - kFixedBytes) / (kStageBytes + 16);
-  static constexpr int kSharedBytes = kSlots * (kStageBytes + 16) + kFixedBytes;
+  static constexpr int kAhead = 3;  // steps by which weights are copied ahead of their transposition
+  static constexpr int kScratchBytes = kAhead * kWeightBytes;
+  static constexpr int kSlots = (kHopperSharedBytes - kFixedBytes - kScratchBytes) / (kStageBytes + 16);
+  static constexpr int kSharedBytes = kSlots * (kStageBytes + 16) + kFixedBytes + kScratchBytes;
   static_assert(kStageBytes % 1024 == 0, "lines are swizzled by the bits of their address");
   static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= 3 * 168,
                 "the warpgroups share what the block was launched with, 168 registers a thread");
@@ -74,8 +76,9 @@ struct Shared {
   __device__ uint32_t Inputs(int slot) const { return Weights(slot, C::kParts); }
   __device__ uint32_t Full(int slot) const { return base + C::kSlots * C::kStageBytes + slot * 8; }
   __device__ uint32_t Empty(int slot) const { return Full(C::kSlots + slot); }
+  __device__ uint32_t Scratch() const { return base + C::kSlots * (C::kStageBytes + 16); }
   __device__ int32_t* Lists(unsigned char* storage) const {
-    return reinterpret_cast<int32_t*>(storage + C::kSlots * (C::kStageBytes + 16));
+    return reinterpret_cast<int32_t*>(storage + C::kSlots * (C::kStageBytes + 16) + C::kScratchBytes);
   }
 };
 
@@ -117,7 +120,6 @@ class Producer {
   static constexpr int kGroup = sizeof(Group) / sizeof(T);
   static constexpr int kStride = kWarpgroupSize / kPieces * kGroup;                 // columns of all threads at a time
   static constexpr int kUnits = C::kColumns < kStride ? 1 : C::kColumns / kStride;  // of a thread and step
-  using Weights = Group[kUnits][kRows];
 
   __device__ Producer(const Arguments& a, const Shared<C>& shared, int32_t* lists)
       : a_(a),
@@ -135,19 +137,14 @@ class Producer {
     kept_ = FindRow(0);
     for (int list = 0; list * C::kListed < kAhead; ++list) List(list);
     NamedBarrier(kBarrier, kWarpgroupSize);
-    Weights even, odd;
-    Load(0, even);
-    Load(1, odd);
-    for (int step = 0; !copies_.Ended(); step += 2) {
-      Produce(step, even);
-      if (copies_.Ended()) break;
-      Produce(step + 1, odd);
-    }
+    for (int step = 0; step < kAhead; ++step) CopyWeights(step);
+    for (int step = 0; !copies_.Ended(); ++step) Produce(step);
+    block::WaitForCopies<0>();
   }
 
  private:
   static constexpr int kBarrier = 1;
-  static constexpr int kAhead = 2;  // steps by which weights are read ahead
+  static constexpr int kAhead = C::kAhead;
 
   __device__ Kept FindRow(int list) const {
     return kept_rows::FindKept<C>(a_, list * C::kListed + thread_ / C::kDepth, thread_ % C::kDepth);
@@ -161,23 +158,29 @@ class Producer {
   }
   __device__ static int ListOf(int step) { return step % (C::kLists * C::kListed) * C::kDepth; }
 
-  // The weights of `weights` are those of step `step`.
-  __device__ void Produce(int step, Weights& weights) {
+  __device__ void Produce(int step) {
     if ((step + kAhead) % C::kListed == 0) List((step + kAhead) / C::kListed);
     BarrierWait(shared_.Empty(at_.slot), at_.parity ^ 1);
     const uint32_t full = shared_.Full(at_.slot);
     CopyInputs(x_places_ + ListOf(step));
     BarrierArriveAfterCopies(full);
     copies_.Next();
+    block::WaitForCopies<kAhead - 1>();  // those of this step's weights have landed
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) {
-      if (C::kColumns >= kStride || column_ < C::kColumns) Transpose(weights[i], i * kStride + column_);
+      if (Inside()) Transpose(Scratch(step, i), i * kStride + column_);
     }
-    ProxyFence();  // wgmma reads what was written
     BarrierArrive(full);
     at_.Advance(C::kSlots);
     NamedBarrier(kBarrier, kWarpgroupSize);  // the list of the step to be read is whole
-    Load(step + kAhead, weights);
+    CopyWeights(step + kAhead);
+  }
+
+  // Whether this thread has columns of the tile.
+  __device__ bool Inside() const { return C::kColumns >= kStride || column_ < C::kColumns; }
+  // Where this thread keeps its weights of unit i of a step as they came, row after row.
+  __device__ uint32_t Scratch(int step, int i) const {
+    return shared_.Scratch() + ((step % kAhead * kUnits + i) * kRows * kWarpgroupSize + thread_) * sizeof(Group);
   }
 
   __device__ void CopyInputs(const int32_t* places) const {
@@ -203,34 +206,49 @@ class Producer {
     }
   }
 
-  __device__ void Load(int step, Weights& weights) {
-    if (loads_.Ended()) return;
-    const Geometry& g = a_.geometry;
-    const Position<C>& at = loads_.at();
-    const int32_t* const places = value_places_ + ListOf(step) + piece_ * kRows;
-    const T* const values = static_cast<const T*>(a_.values) + at.batch * block::ValuesPerBatch(g) +
-                            at.column % static_cast<int>(g.bn) + column_;
-    const auto bn = static_cast<int32_t>(g.bn);
-    const bool inside = C::kColumns >= kStride || column_ < C::kColumns;
+  // A group of copies of its own.
+  __device__ void CopyWeights(int step) {
+    if (!loads_.Ended() && Inside()) {
+      const Geometry& g = a_.geometry;
+      const Position<C>& at = loads_.at();
+      const int32_t* const places = value_places_ + ListOf(step) + piece_ * kRows;
+      const T* const values = static_cast<const T*>(a_.values) + at.batch * block::ValuesPerBatch(g) +
+                              at.column % static_cast<int>(g.bn) + column_;
+      const auto bn = static_cast<int32_t>(g.bn);
 #pragma unroll
-    for (int row = 0; row < kRows; row += 4) {
-      const int4 four = *reinterpret_cast<const int4*>(places + row);
-      const int32_t place[4] = {four.x, four.y, four.z, four.w};
+      for (int row = 0; row < kRows; row += 4) {
+        const int4 four = *reinterpret_cast<const int4*>(places + row);
+        const int32_t place[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const T* const from = values + int64_t{place[k]} * bn;
+        for (int k = 0; k < 4; ++k) {
+          const T* const from = values + (place[k] >= 0 ? int64_t{place[k]} * bn : 0);
 #pragma unroll
-        for (int i = 0; i < kUnits; ++i) {
-          weights[i][row + k] = Group{};
-          if (place[k] >= 0 && inside) weights[i][row + k] = __ldg(reinterpret_cast<const Group*>(from + i * kStride));
+          for (int i = 0; i < kUnits; ++i) {
+            block::CopyAsync<sizeof(Group)>(Scratch(step, i) + (row + k) * kWarpgroupSize * sizeof(Group),
+                                            from + i * kStride, place[k] >= 0);
+          }
         }
       }
     }
-    loads_.Next();
+    if (!loads_.Ended()) loads_.Next();
+    block::CommitCopies();
+  }
+
+  __device__ static void Read(uint32_t from, uint4& to) {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w)
+                 : "r"(from)
+                 : "memory");
+  }
+  __device__ static void Read(uint32_t from, uint2& to) {
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(to.x), "=r"(to.y) : "r"(from) : "memory");
   }
 
   // `column`: the first of the group, of the tile.
-  __device__ void Transpose(const Group (&rows)[kRows], int column) const {
+  __device__ void Transpose(uint32_t scratch, int column) const {
+    Group rows[kRows];
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) Read(scratch + row * kWarpgroupSize * sizeof(Group), rows[row]);
     uint32_t lines[kGroup][4];  // of each column, 16 bytes of k
     if constexpr (std::is_same_v<T, float>) {
 #pragma unroll
@@ -390,6 +408,7 @@ class Consumer {
     int pending = 0;  // slot whose products may still run
     for (int step = 0; step < a_.steps; ++step, at_.Advance(C::kSlots)) {
       BarrierWait(shared_.Full(at_.slot), at_.parity);
+      ProxyFence();  // the tensor cores read what threads wrote; here, where no reads of global memory hold it up
 #pragma unroll
       for (int product = 0; product < kProductsOfStep; ++product) {
         const Raw raw = Read(product);

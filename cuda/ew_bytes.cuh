@@ -31,7 +31,6 @@
 #define JAX_NMSPARSE_CUDA_EW_BYTES_CUH_
 
 #include "cuda/ew_expand.cuh"
-#include "cuda/ew_expand_byte.cuh"
 #include "cuda/ew_ring.cuh"
 
 namespace nmsparse::cuda::ew {
@@ -62,6 +61,47 @@ struct ByteConfig {
   static_assert(kGap >= (14 + 3) * 4 - Ring::kColumnBytes, "the last column's reads stay inside the gap");
   static_assert(kChunkWindows / kGroupWindows >= kStages_ - 1, "x of the next chunk is waited for with the weights");
 };
+
+// Four rows: their kept values begin at the shared-memory address `from` + `offset`, the first pair holds first_bits /
+// 16 of them. The low halves of the selectors select.
+__device__ __forceinline__ void ExpandHalfByte(uint32_t from, int offset, uint32_t first_bits, uint32_t selector0,
+                                               uint32_t selector1, uint32_t* pair0, uint32_t* pair1) {
+  uint32_t word;  // by hand, so that the offset stays an immediate of the loads
+  asm("and.b32 %0, %1, 0xfffffffc;" : "=r"(word) : "r"(from));
+  const uint32_t shift = from * 8;  // counts modulo 32
+  uint32_t word0, word1, word2;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word0) : "r"(word + offset) : "memory");
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word1) : "r"(word + offset + 4) : "memory");
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word2) : "r"(word + offset + 8) : "memory");
+  const uint32_t low = __funnelshift_r(word0, word1, shift), high = __funnelshift_r(word1, word2, shift);
+  *pair0 = Permute(low, 0, selector0);
+  *pair1 = Permute(__funnelshift_rc(low, high, first_bits), 0, selector1);
+}
+
+// What a pair's two mask bits look up, a byte for each of their four values.
+struct PairTables {
+  // The bytes of the selector for a permute of (a word of values, zero): values to the rows kept, in order, zeros
+  // elsewhere.
+  uint32_t low, high;
+  uint32_t bytes;  // that the pair's kept values take
+
+  // `zero`: one that the compiler cannot see and may differ between lanes. Constants would lie in uniform registers,
+  // from where each permute first moves them.
+  explicit __device__ __forceinline__ PairTables(uint32_t zero)
+      : low(0x10441044u + zero), high(0x32104444u + zero), bytes(0x04020200u + zero) {}
+};
+
+// Eight rows of one column as four pairs. `pairs`: two bits of the mask in each half byte.
+__device__ __forceinline__ void ExpandByte(const PairTables& tables, uint32_t from, int offset, uint32_t pairs,
+                                           uint32_t (&a)[4]) {
+  const uint32_t low = Permute(tables.low, 0, pairs), high = Permute(tables.high, 0, pairs);
+  const uint32_t bytes = Permute(tables.bytes, 0, pairs);
+  // Dot products of bytes run beside the integer pipe, which limits this kernel.
+  ExpandHalfByte(from, offset, __dp4a(bytes, 0x00000008u, 0u), Permute(low, high, 0x40), Permute(low, high, 0x51),
+                 &a[0], &a[1]);
+  ExpandHalfByte(__dp4a(bytes, 0x00000101u, from), offset, __dp4a(bytes, 0x00080000u, 0u), Permute(low, high, 0x62),
+                 Permute(low, high, 0x73), &a[2], &a[3]);
+}
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
@@ -130,11 +170,14 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
           const char* words_of_tile = words + w * Ring::kMaskStride + column * 4;
           const uint32_t up = *reinterpret_cast<const uint32_t*>(words_of_tile);
           const uint32_t down = *reinterpret_cast<const uint32_t*>(words_of_tile + 32);
-          const uint32_t pairs = PairsOfBytes(Permute(up, down, own_bytes));
-          const int offset = w * Ring::kRunBytes + column * Ring::kColumnBytes;
-          ByteOfColumn(tables, values + __popc(up & below) * 2, offset, pairs).Expand(a[2 * tile]);
-          ByteOfColumn(tables, values + __popc(down & below) * 2, offset + 8 * Ring::kColumnBytes, pairs >> 16)
-              .Expand(a[2 * tile + 1]);
+          // This lane's byte of both words, two bits to a half byte.
+          const uint32_t bytes = Permute(up, down, own_bytes);
+          uint32_t pairs = (bytes & 0x000f000fu) | (bytes >> 4 & 0x0f000f00u);
+          pairs = (pairs | pairs << 2) & 0x33333333u;
+          ExpandByte(tables, values + __popc(up & below) * 2, w * Ring::kRunBytes + column * Ring::kColumnBytes, pairs,
+                     a[2 * tile]);
+          ExpandByte(tables, values + __popc(down & below) * 2, w * Ring::kRunBytes + (column + 8) * Ring::kColumnBytes,
+                     pairs >> 16, a[2 * tile + 1]);
         }
 #pragma unroll
         for (int n = 0; n < C::kTokenTiles; ++n) {

@@ -22,14 +22,13 @@
 //   of two consumer warpgroups 64 columns of it, in registers. A stage is two windows. One thread of the third
 //   warpgroup copies values and x. Mask words go from global memory to the registers that need them, two stages ahead.
 // Shared memory (bytes): ring of slots, in each kWindows x 128 columns x 2 q of values (and up to 1 KiB of zeros, so
-//   that reads past a column stay inside; there is nothing but zeros and values), then kTokens / 64 x 64 lines x 128 of
-//   x; results on their way out (feature_major.cuh), 2 x kBuffers x 8192; barriers, 2 x 8 a slot.
+//   that reads past a column stay inside), then kTokens / 64 x 64 lines x 128 of x; results on their way out
+//   (feature_major.cuh), 2 x kBuffers x 8192; barriers, 2 x 8 a slot.
 // Synchronisation. full[slot]: its bytes have landed. empty[slot]: all eight consumer warps are done with it. Named
 //   barriers 1 and 2: a consumer and its results.
 #ifndef JAX_NMSPARSE_CUDA_EW_MANY_TOKENS_CUH_
 #define JAX_NMSPARSE_CUDA_EW_MANY_TOKENS_CUH_
 
-#include "cuda/ew_expand_byte.cuh"
 #include "cuda/ew_metadata.cuh"
 #include "cuda/feature_major.cuh"
 #include "cuda/wgmma_weights.cuh"
@@ -55,7 +54,6 @@ struct ManyConfig {
   static constexpr int kInputBytes = kTokens / kChunk * kLines * kLineBytes;  // of a stage
   static constexpr int kChunksPerBlock = kTokens / kChunk / kCluster;
   static constexpr int kMaxSlots = 8;
-  static constexpr int kGap = 80;  // reads beyond the last column of a stage, whatever its mask
   using Output = TileOutput<kTokens, 2>;
   static constexpr int kFixedBytes = kConsumers * Output::kBytes + 2 * kMaxSlots * 8;
   static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= 3 * 168,
@@ -63,7 +61,7 @@ struct ManyConfig {
 
   __host__ __device__ static constexpr int ValueBytes(int q) { return kWindows * kOut * q * 2; }
   __host__ __device__ static constexpr int ValueRoom(int q) {
-    return kForm == Form::kSparse24 ? ValueBytes(q) : (ValueBytes(q) + kGap + 1023) / 1024 * 1024;
+    return kForm == Form::kSparse24 ? ValueBytes(q) : (ValueBytes(q) + 16 + 1023) / 1024 * 1024;
   }
   __host__ __device__ static constexpr int StageBytes(int q) { return ValueRoom(q) + kInputBytes; }
 };
@@ -109,57 +107,56 @@ struct ManyShared {
   __device__ uint32_t Empty(int slot) const { return Full(C::kMaxSlots + slot); }
 };
 
-// Where a lane reads mask words: the tile's first window, `first_column` columns and lane / 4 more into the tile.
+// The mask words of a consumer's lane, stage after stage and tile after tile, kAhead stages ahead of their use.
 template <class C>
-struct MaskStart {
-  const uint32_t* words = nullptr;
-  int columns = 0;  // from there to the last column of the weight; not positive where there is none
-
-  __device__ MaskStart(const ManyArguments& a, int index, int first_column) {
-    if (index >= a.order.tiles) return;
-    const Geometry& g = a.output.geometry;
-    const Tile tile = TileOfBlock<C>(a, index);
-    const int column = tile.out + first_column + static_cast<int>(threadIdx.x) % kWarpSize / 4;
-    columns = static_cast<int>(g.out_features) - column;
-    words = a.mask + tile.batch * g.windows * g.out_features + column;
-  }
-};
-
-// kSparse24: the mask words of a lane, columns g and g + 8 of the window whose metadata it supplies (the stage's first
-// or second), stage after stage and tile after tile, kAhead stages ahead of their use.
-template <class C>
-class StageMasks {
+class MaskStream {
  public:
+  // kSparse24: columns g and g + 8 of the window whose metadata the lane supplies (the stage's first or second).
+  // kExpanded: column g of both windows, then column g + 8 of both.
+  static constexpr int kWords = C::kForm == Form::kSparse24 ? 2 : 4;
   static constexpr int kAhead = 2;
 
-  __device__ StageMasks(const ManyArguments& a, int first_column) : a_(a), first_column_(first_column) {
+  __device__ MaskStream(const ManyArguments& a, int first_column) : a_(a), first_column_(first_column) {
     StartTile();
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) Load(ahead_[i]);
   }
 
-  __device__ void Take(uint32_t (&words)[2]) {
-    words[0] = ahead_[0][0], words[1] = ahead_[0][1];
+  __device__ void Take(uint32_t (&words)[kWords]) {
 #pragma unroll
-    for (int n = 0; n + 1 < kAhead; ++n) ahead_[n][0] = ahead_[n + 1][0], ahead_[n][1] = ahead_[n + 1][1];
+    for (int i = 0; i < kWords; ++i) words[i] = ahead_[0][i];
+#pragma unroll
+    for (int n = 0; n + 1 < kAhead; ++n) {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) ahead_[n][i] = ahead_[n + 1][i];
+    }
     Load(ahead_[kAhead - 1]);
   }
 
  private:
   __device__ void StartTile() {
-    const MaskStart<C> start(a_, index_, first_column_);
+    const Geometry& g = a_.output.geometry;
     step_ = 0;
-    window_ = threadIdx.x % 4 / 2;
-    columns_ = start.columns;
-    next_ = start.words + window_ * a_.output.geometry.out_features;
+    if (index_ >= a_.order.tiles) {
+      columns_ = 0;
+      return;
+    }
+    const Tile tile = TileOfBlock<C>(a_, index_);
+    const int lane = threadIdx.x % kWarpSize;
+    window_ = C::kForm == Form::kSparse24 ? lane % 4 / 2 : 0;
+    const int column = tile.out + first_column_ + lane / 4;
+    columns_ = static_cast<int>(g.out_features) - column;
+    next_ = a_.mask + (tile.batch * g.windows + window_) * g.out_features + column;
   }
 
-  __device__ void Load(uint32_t (&words)[2]) {
+  __device__ void Load(uint32_t (&words)[kWords]) {
     const Geometry& g = a_.output.geometry;
+    const int windows = static_cast<int>(g.windows);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const bool inside = 8 * half < columns_ && window_ < static_cast<int>(g.windows);
-      words[half] = inside ? __ldg(next_ + 8 * half) : 0;
+    for (int i = 0; i < kWords; ++i) {
+      const int half = C::kForm == Form::kSparse24 ? i : i / 2, window = C::kForm == Form::kSparse24 ? 0 : i % 2;
+      const bool inside = 8 * half < columns_ && window_ + window < windows;
+      words[i] = inside ? __ldg(next_ + window * g.out_features + 8 * half) : 0;
     }
     next_ += C::kWindows * g.out_features;
     window_ += C::kWindows;
@@ -171,58 +168,10 @@ class StageMasks {
 
   const ManyArguments& a_;
   const int first_column_;
-  int index_ = FirstTile<C>(), step_ = 0, window_ = 0, columns_ = 0;
+  int index_ = FirstTile<C>(), step_ = 0, window_ = 0;
+  int columns_ = 0;  // from this lane's first column to the last of the weight; not positive where there is none
   const uint32_t* next_ = nullptr;
-  uint32_t ahead_[kAhead][2];
-};
-
-// kExpanded: the mask words of a lane's columns g and g + 8, stage after stage and tile after tile, a stage ahead of
-// their use. Columns beyond the last of the weight get any words (their results are not stored), windows beyond the
-// last none.
-template <class C>
-class WindowMasks {
- public:
-  __device__ WindowMasks(const ManyArguments& a, int first_column) : a_(a), first_column_(first_column) {
-    StartTile();
-    Load();
-  }
-
-  __device__ void Take(uint32_t (&words)[C::kWindows][2]) {
-#pragma unroll
-    for (int i = 0; i < C::kWindows; ++i) words[i][0] = ahead_[i][0], words[i][1] = ahead_[i][1];
-    Load();
-  }
-
- private:
-  __device__ void StartTile() {
-    const MaskStart<C> start(a_, index_, first_column_);
-    windows_ = static_cast<int>(a_.output.geometry.windows);
-    columns_ = start.columns;
-    next_ = start.words;
-  }
-
-  __device__ void Load() {
-    static_assert(C::kWindows == 2, "the second window of a stage may lie beyond the last");
-#pragma unroll
-    for (int i = 0; i < C::kWindows; ++i) {
-      const bool inside = i == 0 || windows_ > 1;
-      if (columns_ > 0 && inside) ahead_[i][0] = __ldg(next_);
-      if (columns_ > 8 && inside) ahead_[i][1] = __ldg(next_ + 8);
-      if (!inside) ahead_[i][0] = ahead_[i][1] = 0;
-      next_ += a_.output.geometry.out_features;
-    }
-    windows_ -= C::kWindows;
-    if (windows_ <= 0) {
-      index_ += TileStride<C>();
-      StartTile();
-    }
-  }
-
-  const ManyArguments& a_;
-  const int first_column_;
-  int index_ = FirstTile<C>(), windows_ = 0, columns_ = 0;
-  const uint32_t* next_ = nullptr;
-  uint32_t ahead_[C::kWindows][2] = {};
+  uint32_t ahead_[kAhead][kWords];
 };
 
 // A consumer warpgroup.
@@ -239,15 +188,10 @@ class ManyConsumer {
         first_column_(consumer * kMmaRows),
         lane_(threadIdx.x % kWarpSize),
         masks_(a, first_column_ + threadIdx.x / kWarpSize % 4 * 16),
-        tables_(a.slots < 0 ? lane_ : 0),
         output_(a.output, shared.Results(consumer), 1 + consumer) {
-    const int t = lane_ % 4, column = first_column_ + threadIdx.x / kWarpSize % 4 * 16 + lane_ / 4;
-    own_values_ = column * shared.q * 2;
-    eight_columns_ = 8 * shared.q * 2;
-    own_bytes_ = t * 0x0011u + (t + 4) * 0x1100u;
+    const int t = lane_ % 4, row = first_column_ + threadIdx.x / kWarpSize % 4 * 16 + lane_ / 4;
+    row_offset_ = row * shared.q * 2;
     below_ = (1u << 8 * t) - 1;
-    // Not to be computed again in every window.
-    for (uint32_t* value : {&own_values_, &eight_columns_, &own_bytes_, &below_}) KeepRegister(*value);
   }
 
   __device__ void Run(const Tile& tile) {
@@ -302,26 +246,35 @@ class ManyConsumer {
     Release(pending_);
   }
 
-  // This lane's byte of columns g and g + 8.
-  struct Bytes {
-    ByteOfColumn up, down;
+  // Four rows of one column: the kept ones lie at the shared-memory address `from` on, `kept` are their mask bits.
+  // Returns the pairs of rows as words, zero where not kept.
+  __device__ static void ExpandNibble(uint32_t from, uint32_t kept, uint32_t* pair0, uint32_t* pair1) {
+    const uint32_t word = from & ~3u;
+    uint32_t w0, w1, w2;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(w0) : "r"(word));
+    asm volatile("ld.shared.u32 %0, [%1 + 4];" : "=r"(w1) : "r"(word));
+    asm volatile("ld.shared.u32 %0, [%1 + 8];" : "=r"(w2) : "r"(word));
+    const uint32_t align = 0x3210u + (from & 2) * 0x1111u;
+    const uint32_t low = __byte_perm(w0, w1, align), high = __byte_perm(w1, w2, align);
+    // One byte per row: is it kept; how many before it are, as the two selectors of that value's bytes.
+    const uint32_t flags = kept * 0x00204081u & 0x01010101u;
+    const uint32_t selectors = flags * 0x22222200u + 0x10101010u;
+    const uint32_t ones = flags * 0xffu;
+    *pair0 = __byte_perm(low, high, selectors) & __byte_perm(ones, 0, 0x1100);
+    *pair1 = __byte_perm(low, high, selectors >> 16) & __byte_perm(ones, 0, 0x3322);
+  }
 
-    // a[i]: rows 4 i to 4 i + 3 of the eight that the lane owns in both columns.
-    __device__ void Expand(uint32_t (&a)[2][4]) const {
-      uint32_t pairs_up[4], pairs_down[4];
-      up.Expand(pairs_up);
-      down.Expand(pairs_down);
+  // a[i]: rows 4 i to 4 i + 3 of the eight that this lane owns in each of its two columns.
+  __device__ void ExpandWindow(uint32_t values, const uint32_t (&words)[2], uint32_t (&a)[2][4]) const {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) a[i / 2][i % 2 * 2] = pairs_up[i], a[i / 2][i % 2 * 2 + 1] = pairs_down[i];
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t before = min(__popc(words[half] & below_), shared_.q);
+      const uint32_t byte = words[half] >> 8 * (lane_ % 4);
+      uint32_t from = values + row_offset_ + half * 8 * shared_.q * 2 + before * 2;
+      ExpandNibble(from, byte & 15, &a[0][half], &a[0][half + 2]);
+      from += __popc(byte & 15) * 2;
+      ExpandNibble(from, byte >> 4 & 15, &a[1][half], &a[1][half + 2]);
     }
-  };
-
-  // Of the window whose values begin at `values`.
-  __device__ Bytes ReadBytes(uint32_t values, const uint32_t (&words)[2]) const {
-    const uint32_t pairs = PairsOfBytes(Permute(words[0], words[1], own_bytes_));
-    const uint32_t up = values + own_values_, down = up + eight_columns_;
-    return {{tables_, up + __popc(words[0] & below_) * 2, 0, pairs},
-            {tables_, down + __popc(words[1] & below_) * 2, 0, pairs >> 16}};
   }
 
   __device__ void MultiplyWindow(float (&d)[kTokens / 2], const uint32_t (&a)[2][4], int window, int accumulate) {
@@ -336,20 +289,18 @@ class ManyConsumer {
     const int values_per_window = C::kOut * shared_.q * 2;
     uint32_t first[2][4], second[2][4];
     for (int step = 0; step < a_.steps; ++step, at_.Advance(a_.slots)) {
-      uint32_t words[C::kWindows][2];
+      uint32_t words[4];
       masks_.Take(words);
       BarrierWait(shared_.Full(at_.slot), at_.parity);
       const uint32_t values = shared_.Values(at_.slot);
-      const Bytes first_bytes = ReadBytes(values, words[0]);
       MmaWait<1>();  // `first` is free
-      first_bytes.Expand(first);
+      ExpandWindow(values, {words[0], words[2]}, first);
       MultiplyWindow(d, first, 0, step);
-      // A window beyond the last has no bits: zeros times zeros. (A branch here would serialise the products.)
-      const Bytes second_bytes = ReadBytes(values + values_per_window, words[1]);
-      MmaWait<1>();  // `second` is free, and so is the slot before
+      MmaWait<1>();  // so are `second` and the slot before
       if (step > 0) Release(pending_);
       pending_ = at_.slot;
-      second_bytes.Expand(second);
+      // A window beyond the last has no bits: zeros times zeros. (A branch here would serialise the products.)
+      ExpandWindow(values + values_per_window, {words[1], words[3]}, second);
       MultiplyWindow(d, second, 1, 1);
     }
     MmaWait<0>();
@@ -359,12 +310,10 @@ class ManyConsumer {
   const ManyArguments& a_;
   const ManyShared<C> shared_;
   const int first_column_, lane_;
+  uint32_t row_offset_, below_;
   RingPosition at_;
   int pending_ = 0;  // slot whose products may still run
-  std::conditional_t<C::kForm == Form::kSparse24, StageMasks<C>, WindowMasks<C>> masks_;
-  // kExpanded: where this lane's columns lie in a window of values, its byte of the mask words and the bits below.
-  const PairTables tables_;
-  uint32_t own_values_, eight_columns_, own_bytes_, below_;
+  MaskStream<C> masks_;
   typename C::Output output_;
 };
 
@@ -423,10 +372,10 @@ __global__ void __launch_bounds__(C::kThreads, 1) ManyTokens(const __grid_consta
     BarrierInitFence();
   }
   if constexpr (C::kForm == Form::kExpanded) {
-    // Surplus bits of a mask read beyond a column, perhaps of a tile that the weight ends in.
-    const int words = C::ValueRoom(q) / 4;
-    for (int i = threadIdx.x; i < a.slots * words; i += C::kThreads) {
-      *reinterpret_cast<uint32_t*>(storage + i / words * C::StageBytes(q) + i % words * 4) = 0;
+    const int gap = (C::ValueRoom(q) - C::ValueBytes(q)) / 4;
+    for (int i = threadIdx.x; i < a.slots * gap; i += C::kThreads) {
+      const uint32_t at = i / gap * C::StageBytes(q) + C::ValueBytes(q) + i % gap * 4;
+      *reinterpret_cast<uint32_t*>(storage + at) = 0;
     }
   }
   ClusterBarrier();
