@@ -10,14 +10,16 @@
 //   them in registers, round or split them, and write lines of k.
 // Step. kDepth kept rows (128 bytes of k), counted over all windows. Rows that do not exist are zeros in both operands.
 // Ownership. A block (one per multiprocessor, persistent) owns a tile of kColumns x 256 tokens at a time, each of two
-//   consumer warpgroups 128 tokens of it. The third warpgroup produces. Steps run ahead over the ends of tiles.
+//   consumer warpgroups 128 tokens of it. Two more warpgroups produce. Steps run ahead over the ends of tiles.
 // Shared memory (bytes): ring of slots, in each kParts x kColumns x 128 of weights, then the lines of x, 32 bytes of
-//   padding after each that share a register, so that rows t of a fragment fall into different banks; places of 4 x 128
+//   padding after each that share a register, so that rows t of a fragment fall into different banks; places of 4 x 256
 //   kept rows in x and in the values, 4 bytes each; barriers, 2 x 8 a slot.
-// Synchronisation. full[slot]: 128 producers have arrived twice, with the weights and after their copies of x.
+// Synchronisation. full[slot]: 256 producers have arrived twice, with the weights and after their copies of x.
 //   empty[slot]: all eight consumer warps are done with it. Named barrier 1: producers and their lists.
 #ifndef JAX_NMSPARSE_CUDA_BLOCK_WGMMA_RS_CUH_
 #define JAX_NMSPARSE_CUDA_BLOCK_WGMMA_RS_CUH_
+
+#include <algorithm>
 
 #include "cuda/kept_rows.cuh"
 #include "cuda/tf32.cuh"
@@ -41,8 +43,10 @@ struct Config {
   static constexpr int kTokens = 256;
   static constexpr int kConsumers = 2;
   static constexpr int kTiles = kTokens / kConsumers / kMmaRows;  // products of a consumer that share weights
-  static constexpr int kThreads = (kConsumers + 1) * kWarpgroupSize;
-  static constexpr int kProducerRegisters = 104, kConsumerRegisters = 200;
+  static constexpr int kProducers = 2;                            // warpgroups too
+  static constexpr int kProducerThreads = kProducers * kWarpgroupSize;
+  static constexpr int kThreads = kConsumers * kWarpgroupSize + kProducerThreads;
+  static constexpr int kProducerRegisters = 56, kConsumerRegisters = 200;
   static constexpr int kDepth = kLineBytes / sizeof(T);
   static constexpr int kPacked = 4 / sizeof(T);  // rows of k that share a register
   static constexpr int kRowBytes = kTokens * sizeof(T);
@@ -50,16 +54,17 @@ struct Config {
   static constexpr int kInputBytes = kDepth / kPacked * kPackedBytes;
   static constexpr int kWeightBytes = kColumns * kLineBytes;
   static constexpr int kStageBytes = kParts * kWeightBytes + kInputBytes;
-  static constexpr int kListed = kWarpgroupSize / kDepth;  // steps of a list, a row by each producer
+  static constexpr int kListed = kProducerThreads / kDepth;  // steps of a list, a row by each producer
   static constexpr int kLists = 4;
-  static constexpr int kFixedBytes = 2 * kLists * kWarpgroupSize * 4;
+  static constexpr int kFixedBytes = 2 * kLists * kProducerThreads * 4;
   static constexpr int kAhead = 3;  // steps by which weights are copied ahead of their transposition
-  static constexpr int kScratchBytes = kAhead * kWeightBytes;
+  static constexpr int kThreadBytes = 64;  // of weights, that a producer transposes at once
+  static constexpr int kScratchBytes = kAhead * std::max(kWeightBytes, kProducerThreads * kThreadBytes);
   static constexpr int kSlots = (kHopperSharedBytes - kFixedBytes - kScratchBytes) / (kStageBytes + 16);
   static constexpr int kSharedBytes = kSlots * (kStageBytes + 16) + kFixedBytes + kScratchBytes;
   static_assert(kStageBytes % 1024 == 0, "lines are swizzled by the bits of their address");
-  static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= 3 * 168,
-                "the warpgroups share what the block was launched with, 168 registers a thread");
+  static_assert(kConsumers * kConsumerRegisters + kProducers * kProducerRegisters <= 4 * 128,
+                "the warpgroups share what the block was launched with, 128 registers a thread");
 };
 
 template <class C>
@@ -116,17 +121,18 @@ class Producer {
   using T = typename C::T;
   static constexpr int kRows = 16 / sizeof(T);  // of k that a thread transposes
   static constexpr int kPieces = kLineBytes / 16;
-  using Group = std::conditional_t<std::is_same_v<T, float>, uint4, uint2>;  // neighbouring columns of a row
+  using Group = std::conditional_t<std::is_same_v<T, float>, uint4, uint32_t>;  // neighbouring columns of a row
+  static_assert(kRows * sizeof(Group) == C::kThreadBytes);
   static constexpr int kGroup = sizeof(Group) / sizeof(T);
-  static constexpr int kStride = kWarpgroupSize / kPieces * kGroup;                 // columns of all threads at a time
+  static constexpr int kStride = C::kProducerThreads / kPieces * kGroup;            // columns of all threads at a time
   static constexpr int kUnits = C::kColumns < kStride ? 1 : C::kColumns / kStride;  // of a thread and step
 
   __device__ Producer(const Arguments& a, const Shared<C>& shared, int32_t* lists)
       : a_(a),
         shared_(shared),
         x_places_(lists),
-        value_places_(lists + C::kLists * kWarpgroupSize),
-        thread_(static_cast<int>(threadIdx.x) % kWarpgroupSize),
+        value_places_(lists + C::kLists * C::kProducerThreads),
+        thread_(static_cast<int>(threadIdx.x) - C::kConsumers * kWarpgroupSize),
         piece_(thread_ % kPieces),
         column_(thread_ / kPieces * kGroup),
         copies_(a),
@@ -136,7 +142,7 @@ class Producer {
     if (a_.steps == 0) return;
     kept_ = FindRow(0);
     for (int list = 0; list * C::kListed < kAhead; ++list) List(list);
-    NamedBarrier(kBarrier, kWarpgroupSize);
+    NamedBarrier(kBarrier, C::kProducerThreads);
     for (int step = 0; step < kAhead; ++step) CopyWeights(step);
     for (int step = 0; !copies_.Ended(); ++step) Produce(step);
     block::WaitForCopies<0>();
@@ -152,7 +158,7 @@ class Producer {
   // Writes the list that was looked up, looks up the next.
   __device__ void List(int list) {
     const Place place = kept_rows::PlaceOf(a_, kept_);
-    const int at = list % C::kLists * kWarpgroupSize + thread_;
+    const int at = list % C::kLists * C::kProducerThreads + thread_;
     x_places_[at] = place.x, value_places_[at] = place.values;
     kept_ = FindRow(list + 1);
   }
@@ -172,7 +178,7 @@ class Producer {
     }
     BarrierArrive(full);
     at_.Advance(C::kSlots);
-    NamedBarrier(kBarrier, kWarpgroupSize);  // the list of the step to be read is whole
+    NamedBarrier(kBarrier, C::kProducerThreads);  // the list of the step to be read is whole
     CopyWeights(step + kAhead);
   }
 
@@ -180,12 +186,12 @@ class Producer {
   __device__ bool Inside() const { return C::kColumns >= kStride || column_ < C::kColumns; }
   // Where this thread keeps its weights of unit i of a step as they came, row after row.
   __device__ uint32_t Scratch(int step, int i) const {
-    return shared_.Scratch() + ((step % kAhead * kUnits + i) * kRows * kWarpgroupSize + thread_) * sizeof(Group);
+    return shared_.Scratch() + ((step % kAhead * kUnits + i) * kRows * C::kProducerThreads + thread_) * sizeof(Group);
   }
 
   __device__ void CopyInputs(const int32_t* places) const {
     constexpr int kLinePieces = C::kRowBytes / 16;
-    constexpr int kCopies = C::kDepth * kLinePieces / kWarpgroupSize;
+    constexpr int kCopies = C::kDepth * kLinePieces / C::kProducerThreads;
     static_assert(kCopies % 4 == 0, "places are read four at a time");
     const Geometry& g = a_.geometry;
     const Position<C>& at = copies_.at();
@@ -224,7 +230,7 @@ class Producer {
           const T* const from = values + (place[k] >= 0 ? int64_t{place[k]} * bn : 0);
 #pragma unroll
           for (int i = 0; i < kUnits; ++i) {
-            block::CopyAsync<sizeof(Group)>(Scratch(step, i) + (row + k) * kWarpgroupSize * sizeof(Group),
+            block::CopyAsync<sizeof(Group)>(Scratch(step, i) + (row + k) * C::kProducerThreads * sizeof(Group),
                                             from + i * kStride, place[k] >= 0);
           }
         }
@@ -240,15 +246,15 @@ class Producer {
                  : "r"(from)
                  : "memory");
   }
-  __device__ static void Read(uint32_t from, uint2& to) {
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(to.x), "=r"(to.y) : "r"(from) : "memory");
+  __device__ static void Read(uint32_t from, uint32_t& to) {
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(to) : "r"(from) : "memory");
   }
 
   // `column`: the first of the group, of the tile.
   __device__ void Transpose(uint32_t scratch, int column) const {
     Group rows[kRows];
 #pragma unroll
-    for (int row = 0; row < kRows; ++row) Read(scratch + row * kWarpgroupSize * sizeof(Group), rows[row]);
+    for (int row = 0; row < kRows; ++row) Read(scratch + row * C::kProducerThreads * sizeof(Group), rows[row]);
     uint32_t lines[kGroup][4];  // of each column, 16 bytes of k
     if constexpr (std::is_same_v<T, float>) {
 #pragma unroll
@@ -259,11 +265,10 @@ class Producer {
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         const Group* const four = rows + 4 * k;
-        uint32_t words[2][4];
-        block::TransposeBytes(four[0].x, four[1].x, four[2].x, four[3].x, words[0]);
-        block::TransposeBytes(four[0].y, four[1].y, four[2].y, four[3].y, words[1]);
+        uint32_t words[4];
+        block::TransposeBytes(four[0], four[1], four[2], four[3], words);
 #pragma unroll
-        for (int i = 0; i < kGroup; ++i) lines[i][k] = words[i / 4][i % 4];
+        for (int i = 0; i < kGroup; ++i) lines[i][k] = words[i];
       }
     }
 #pragma unroll
@@ -479,14 +484,14 @@ __global__ void __launch_bounds__(C::kThreads, 1) ManyTokensRs(const __grid_cons
   const Shared<C> shared{SharedAddress(storage)};
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < C::kSlots; ++slot) {
-      BarrierInit(shared.Full(slot), 2 * kWarpgroupSize);
+      BarrierInit(shared.Full(slot), 2 * C::kProducerThreads);
       BarrierInit(shared.Empty(slot), C::kConsumers * 4);
     }
     BarrierInitFence();
   }
   __syncthreads();
   const int warpgroup = threadIdx.x / kWarpgroupSize;
-  if (warpgroup == C::kConsumers) {
+  if (warpgroup >= C::kConsumers) {
     ReleaseRegisters<C::kProducerRegisters>();
     Producer<C>(a, shared, shared.Lists(storage)).Run();
   } else {
