@@ -6,16 +6,17 @@
 // x is the M operand, in registers: as it lies in memory, a line of tokens per kept row, producers copy it to shared
 //   memory, and consumers read it in fragments. The order of tokens is free: lane 4 g + t of a warp reads four
 //   neighbours, which are rows g and g + 8 of two products, so its results are runs of four tokens.
-// The weights are the N operand, in shared memory: producers read them from global memory two steps ahead, transpose
-//   them in registers, round or split them, and write lines of k.
+// The weights are the N operand, in shared memory: producers copy them as they come, three steps ahead, each thread to
+//   places of its own; then it transposes them in registers, rounds or splits them, and writes lines of k.
 // Step. kDepth kept rows (128 bytes of k), counted over all windows. Rows that do not exist are zeros in both operands.
 // Ownership. A block (one per multiprocessor, persistent) owns a tile of kColumns x 256 tokens at a time, each of two
 //   consumer warpgroups 128 tokens of it. Two more warpgroups produce. Steps run ahead over the ends of tiles.
 // Shared memory (bytes): ring of slots, in each kParts x kColumns x 128 of weights, then the lines of x, 32 bytes of
 //   padding after each that share a register, so that rows t of a fragment fall into different banks; places of 4 x 256
-//   kept rows in x and in the values, 4 bytes each; barriers, 2 x 8 a slot.
+//   kept rows in x and in the values, 4 bytes each; three steps of weights as they come; barriers, 2 x 8 a slot.
 // Synchronisation. full[slot]: 256 producers have arrived twice, with the weights and after their copies of x.
-//   empty[slot]: all eight consumer warps are done with it. Named barrier 1: producers and their lists.
+//   empty[slot]: all eight consumer warps are done with it. Named barrier 1: producers and their lists. Producers wait
+//   for their copies of weights by groups, one of each step.
 #ifndef JAX_NMSPARSE_CUDA_BLOCK_WGMMA_RS_CUH_
 #define JAX_NMSPARSE_CUDA_BLOCK_WGMMA_RS_CUH_
 
@@ -57,9 +58,9 @@ struct Config {
   static constexpr int kListed = kProducerThreads / kDepth;  // steps of a list, a row by each producer
   static constexpr int kLists = 4;
   static constexpr int kFixedBytes = 2 * kLists * kProducerThreads * 4;
-  static constexpr int kAhead = 3;  // steps by which weights are copied ahead of their transposition
+  static constexpr int kAhead = 3;         // steps by which weights are copied ahead of their transposition
   static constexpr int kThreadBytes = 64;  // of weights, that a producer transposes at once
-  static constexpr int kScratchBytes = kAhead * std::max(kWeightBytes, kProducerThreads * kThreadBytes);
+  static constexpr int kScratchBytes = kAhead * std::max(kWeightBytes, kProducerThreads* kThreadBytes);
   static constexpr int kSlots = (kHopperSharedBytes - kFixedBytes - kScratchBytes) / (kStageBytes + 16);
   static constexpr int kSharedBytes = kSlots * (kStageBytes + 16) + kFixedBytes + kScratchBytes;
   static_assert(kStageBytes % 1024 == 0, "lines are swizzled by the bits of their address");
