@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_nmsparse.explicit import check_folds
+
 
 def as_tuple(sizes: int | Sequence[int]) -> tuple[int, ...]:
     """One size or several, as a tuple."""
@@ -38,6 +40,7 @@ def fold(label: str, x: jax.Array, axis: Sequence[int], batch_dims: Sequence[int
     if set(axis) & set(batch_dims):
         raise ValueError(f"{label}: axis {tuple(axis)} and batch axes {tuple(batch_dims)} overlap")
     rest = [i for i in range(x.ndim) if i not in axis and i not in batch_dims]
+    check_folds(f"{label}: ", "x", x, [axis])
     moved = jnp.transpose(x, (*batch_dims, *rest, *axis))
     return moved.reshape(*moved.shape[: x.ndim - len(axis)], math.prod(x.shape[i] for i in axis))
 
@@ -56,12 +59,17 @@ def merge_names(names: Sequence[Any], batch: int, contracted: int) -> tuple[Any,
 def fold_kernel(
     label: str, kernel: jax.Array, stacked: int, contracted: int
 ) -> tuple[jax.Array, tuple[int, ...], tuple[int, ...]]:
-    """The kernel as ``[*stacked, prod(in_sizes), prod(out_sizes)]``, in_sizes and out_sizes."""
+    """The kernel as ``[*stacked, prod(in_sizes), prod(out_sizes)]``, in_sizes and out_sizes.
+
+    label: What errors begin with; empty where the caller says it.
+    """
+    begin = f"{label}: " if label else ""
     first, shape = stacked + contracted, jnp.shape(kernel)
     if contracted < 1 or stacked < 0 or len(shape) <= first:
         raise ValueError(
-            f"{label}: the kernel has shape {shape} with {stacked} stacked and {contracted} contracted axes, expected "
+            f"{begin}the kernel has shape {shape} with {stacked} stacked and {contracted} contracted axes, expected "
             "at least one contracted axis, and one axis more"
         )
     in_sizes, out_sizes = shape[stacked:first], shape[first:]
+    check_folds(begin, "the kernel", kernel, [range(stacked, first), range(first, len(shape))])
     return kernel.reshape(*shape[:stacked], math.prod(in_sizes), math.prod(out_sizes)), in_sizes, out_sizes

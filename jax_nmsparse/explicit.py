@@ -7,10 +7,12 @@ and JAX derives the gradients. Factors name the axes (see `meshes`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -37,6 +39,22 @@ def check_whole_array(op: str, name: str, array: Any) -> None:
             f"{op}: {name} of shape {array.shape} is split over explicit mesh axes, {jax.typeof(array).sharding.spec}, "
             "expected one that is whole on every device; jax.sharding.reshard(array, jax.sharding.PartitionSpec())"
         )
+
+
+def check_folds(begin: str, name: str, array: Any, groups: Iterable[Sequence[int]]) -> None:
+    """Raises where axes of the array fold into one and explicit mesh axes split another than the first of them.
+
+    begin: What the error begins with.
+    """
+    shape, spec = jnp.shape(array), _spec_of(array)
+    for group in groups:
+        for i, axis in enumerate(group):
+            if spec[axis] and math.prod(shape[a] for a in group[:i]) > 1:
+                raise ValueError(
+                    f"{begin}{name} of shape {shape} is split over explicit mesh axes, "
+                    f"{jax.typeof(array).sharding.spec}; its axes {tuple(group)} become one and may be split along the "
+                    "first of them only; use jax.sharding.reshard"
+                )
 
 
 def sum_over_tokens(function: Callable[..., Any], x: jax.Array, where: jax.Array | None) -> Any:

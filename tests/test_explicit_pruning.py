@@ -131,3 +131,39 @@ def test_calibration_and_methods(rng):
         error = np.linalg.norm(x @ (np.asarray(pruned.todense()) - w))
         wanda = np.linalg.norm(x @ np.where(_keep(w * np.linalg.norm(x, axis=0)[:, None]), 0, w))
         assert error < wanda
+
+
+_FOLDS = [
+    ((128, 8, 16), 1, (None, "tensor"), True),
+    ((128, 8, 16), 1, ("data", "tensor"), True),
+    ((128, 8, 16), 1, (None, None, "tensor"), False),
+    ((8, 16, 128), 2, ("tensor",), True),
+    ((8, 16, 128), 2, (None, None, "tensor"), True),
+    ((8, 16, 128), 2, (None, "tensor"), False),
+    ((1, 128, 8), 2, (None, "tensor"), True),
+]
+
+
+@pytest.mark.parametrize(("shape", "contracted", "spec", "folds"), _FOLDS)
+def test_kernels_of_several_axes(rng, shape, contracted, spec, folds):
+    """Axes that become one may be split along the first; others are refused before the model is changed."""
+    kernel = rng.standard_normal(shape).astype(np.float32)
+    rules = {".*kernel": nms.Rule("8:32", contracted=contracted)}
+    params = {"attention": {"kernel": jax.device_put(kernel, P(*spec))}}
+    if not folds:
+        with pytest.raises(ValueError, match=r"sparsify: attention/kernel: the kernel .* along the first of them only"):
+            nms.sparsify(params, rules)
+        np.testing.assert_array_equal(params["attention"]["kernel"], kernel)
+        return
+    got, _ = nms.sparsify(params, rules)
+    want, _ = nms.sparsify({"attention": {"kernel": kernel}}, rules)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    jax.tree.map(np.testing.assert_array_equal, nms.densify(got), nms.densify(want))
+
+
+def test_contracted_axes_split_along_another_than_the_first(rng):
+    layer = nms.NMSparseDenseGeneral(features=32, axis=(-2, -1), pattern="8:32")
+    x = rng.standard_normal((TOKENS, 8, 16)).astype(np.float32)
+    variables = layer.init(jax.random.key(0), x)
+    with pytest.raises(ValueError, match=r"x of shape .* along the first of them only"):
+        layer.apply(variables, jax.device_put(x, P(None, None, "tensor")))

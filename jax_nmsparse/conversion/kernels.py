@@ -105,7 +105,7 @@ class Job:
         """An array of the kernel's shape as ``[*stacked, in_features, out_features]``."""
         if self.candidate.transposed:
             return jnp.swapaxes(array, -1, -2)
-        return axes.fold_kernel(self.candidate.name, array, self.candidate.stacked, self.candidate.contracted or 1)[0]
+        return axes.fold_kernel("", array, self.candidate.stacked, self.candidate.contracted or 1)[0]
 
     def check(self) -> None:
         """Raises what `run` would raise."""
@@ -114,6 +114,8 @@ class Job:
                 # A mask that is known while the kernel is traced can be checked all the same.
                 with jax.ensure_compile_time_eval():
                     NMSparse.fromdense(self.fold(jnp.asarray(self.mask) != 0).astype(jnp.int8), self._pattern)
+            if self.candidate.peek is not None:
+                jax.eval_shape(self.fold, self.candidate.peek())
             if self.inputs is not None:
                 shape = jax.eval_shape(
                     self.fold, jax.ShapeDtypeStruct(self.candidate.shape, self.candidate.dtype)
