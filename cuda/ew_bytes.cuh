@@ -15,7 +15,7 @@
 // its second pair; one permute per pair then places the values and the zeros.
 //
 // NaN and infinities in x spread to every column, as in a dense product: zeros of the expanded tile multiply them.
-// A mask of more than q bits gives wrong numbers: a lane then reads past its column, at most kGap bytes past the
+// A mask of more than q bits gives wrong numbers: a lane then reads past its column, at most kByteGap bytes past the
 // stage's values, where zeros lie. Where bits are lacking, the last values are not used.
 //
 // Layouts. values [windows, out_features, q], mask [windows, out_features], x [tokens, in_features].
@@ -30,36 +30,23 @@
 #ifndef JAX_NMSPARSE_CUDA_EW_BYTES_CUH_
 #define JAX_NMSPARSE_CUDA_EW_BYTES_CUH_
 
-#include "cuda/ew_expand.cuh"
+#include "cuda/block_tiles.cuh"
 #include "cuda/ew_ring.cuh"
 
 namespace nmsparse::cuda::ew {
 
+// The last half byte begins at rank 28 at most, in word 14; two more words follow.
+inline constexpr int kByteGap = 64;
+
 template <class X_, int kQ_, int kTokens_, int kWarps_, int kStages_, int kMinBlocks_>
-struct ByteConfig {
-  using X = X_;
-  static constexpr int kQ = kQ_, kTokens = kTokens_, kWarps = kWarps_, kMinBlocks = kMinBlocks_;
-  static constexpr int kThreads = kWarpSize * kWarps;
-  static constexpr int kTiles = 2;  // m16 tiles of a warp
-  static constexpr int kWarpColumns = 16 * kTiles;
-  static constexpr int kColumns = kWarpColumns * kWarps;
-  static constexpr int kTokenTiles = kTokens / 8;
-  static constexpr int kChunkWindows = kTokens <= 16 ? 128 / kTokens : 8;
+struct ByteConfig : RingConfig<X_, kQ_, kTokens_, kWarps_, kStages_, kMinBlocks_, kByteGap, 64> {
   struct Swizzle {
     __device__ __forceinline__ int operator()(int, int) const { return 0; }
   };
-  // The last half byte begins at rank 28 at most, in word 14; two more words follow.
-  static constexpr int kGap = 64;
-  using Ring = WeightRing<X, kQ, kWarpColumns, kStages_, kGap>;
-  using Chunks = XChunks<X, kTokens, kChunkWindows, kThreads, 64>;
-  static constexpr int kPoolBytes = Ring::kBytes * kWarps + 2 * Chunks::kChunkBytes;
-  static constexpr int kPartialBytes = kTokens * kColumns * 4;
-  static constexpr int kSharedBytes = kPoolBytes > kPartialBytes ? kPoolBytes : kPartialBytes;
   // Time of a block beside another on its multiprocessor, relative to its time alone.
   static constexpr double kCrowding = 0.5;
-  static_assert(sizeof(X) == 2, "fragments hold pairs of 16-bit values");
-  static_assert(kGap >= (14 + 3) * 4 - Ring::kColumnBytes, "the last column's reads stay inside the gap");
-  static_assert(kChunkWindows / kGroupWindows >= kStages_ - 1, "x of the next chunk is waited for with the weights");
+  static_assert(kByteGap >= (14 + 3) * 4 - ByteConfig::Ring::kColumnBytes,
+                "the last column's reads stay inside the gap");
 };
 
 // Four rows: their kept values begin at the shared-memory address `from` + `offset`, the first pair holds first_bits /
@@ -186,8 +173,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
           for (int tile = 0; tile < C::kTiles; ++tile) {
             const auto& up = a[2 * tile];
             const auto& down = a[2 * tile + 1];
-            Multiply<X>(sums[tile][n], up[0], down[0], up[1], down[1], b.x, b.y);
-            Multiply<X>(sums[tile][n], up[2], down[2], up[3], down[3], b.z, b.w);
+            block::Mma<X>(sums[tile][n], {up[0], down[0], up[1], down[1]}, b.x, b.y);
+            block::Mma<X>(sums[tile][n], {up[2], down[2], up[3], down[3]}, b.z, b.w);
           }
         }
       }

@@ -28,6 +28,7 @@
 #ifndef JAX_NMSPARSE_CUDA_EW_EXPAND_CUH_
 #define JAX_NMSPARSE_CUDA_EW_EXPAND_CUH_
 
+#include "cuda/block_tiles.cuh"
 #include "cuda/ew_ring.cuh"
 
 namespace nmsparse::cuda::ew {
@@ -55,20 +56,6 @@ struct ExpandConfig {
   static_assert(kTokens % 8 == 0, "a fragment holds 8 tokens");
   static_assert(kChunkWindows % kGroupWindows == 0, "chunks hold whole groups");
 };
-
-template <class X>
-__device__ __forceinline__ void Multiply(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
-                                         uint32_t b0, uint32_t b1) {
-  if constexpr (std::is_same_v<X, __nv_bfloat16>) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-  } else {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-  }
-}
 
 // Scatters the kept values to the strip at `strip` (+ 4 * lane); returns the positions written. Bits beyond the q-th
 // are ignored; where bits are lacking, the position written is inside the strip and masked out.
@@ -191,8 +178,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
 #pragma unroll
         for (int n = 0; n < C::kTokenTiles; ++n) {
           const uint4 b = *reinterpret_cast<const uint4*>(x_group + n * 8 * Chunks::kPitch + (p ^ t / 2) * kPieceBytes);
-          Multiply<X>(sums[0][n], a[0][4 * p], a[1][4 * p], a[0][4 * p + 1], a[1][4 * p + 1], b.x, b.y);
-          Multiply<X>(sums[0][n], a[0][4 * p + 2], a[1][4 * p + 2], a[0][4 * p + 3], a[1][4 * p + 3], b.z, b.w);
+          block::Mma<X>(sums[0][n], {a[0][4 * p], a[1][4 * p], a[0][4 * p + 1], a[1][4 * p + 1]}, b.x, b.y);
+          block::Mma<X>(sums[0][n], {a[0][4 * p + 2], a[1][4 * p + 2], a[0][4 * p + 3], a[1][4 * p + 3]}, b.z, b.w);
         }
       }
     }

@@ -164,6 +164,27 @@ struct XChunks {
   }
 };
 
+// What the kernels have in common that take both from here: a warp owns two m16 tiles of columns and a ring for them, a
+// block walks over chunks of x. kGap: WeightRing. kPad: XChunks.
+template <class X_, int kQ_, int kTokens_, int kWarps_, int kStages, int kMinBlocks_, int kGap, int kPad>
+struct RingConfig {
+  using X = X_;
+  static constexpr int kQ = kQ_, kTokens = kTokens_, kWarps = kWarps_, kMinBlocks = kMinBlocks_;
+  static constexpr int kThreads = kWarpSize * kWarps;
+  static constexpr int kTiles = 2;  // m16 tiles of a warp
+  static constexpr int kWarpColumns = 16 * kTiles;
+  static constexpr int kColumns = kWarpColumns * kWarps;
+  static constexpr int kTokenTiles = kTokens / 8;
+  static constexpr int kChunkWindows = kTokens <= 16 ? 128 / kTokens : 8;
+  using Ring = WeightRing<X, kQ, kWarpColumns, kStages, kGap>;
+  using Chunks = XChunks<X, kTokens, kChunkWindows, kThreads, kPad>;
+  static constexpr int kPoolBytes = Ring::kBytes * kWarps + 2 * Chunks::kChunkBytes;
+  static constexpr int kPartialBytes = kTokens * kColumns * 4;
+  static constexpr int kSharedBytes = kPoolBytes > kPartialBytes ? kPoolBytes : kPartialBytes;
+  static_assert(sizeof(X) == 2, "a word holds a pair of values");
+  static_assert(kChunkWindows / kGroupWindows >= kStages - 1, "x of the next chunk is waited for with the weights");
+};
+
 }  // namespace nmsparse::cuda::ew
 
 #endif  // JAX_NMSPARSE_CUDA_EW_RING_CUH_

@@ -32,28 +32,12 @@
 namespace nmsparse::cuda::ew {
 
 template <class X_, int kTokens_, int kWarps_, int kStages_, int kMinBlocks_>
-struct Sparse24Config {
-  using X = X_;
-  static constexpr int kTokens = kTokens_, kWarps = kWarps_, kMinBlocks = kMinBlocks_;
-  static constexpr int kThreads = kWarpSize * kWarps;
-  static constexpr int kTiles = 2;  // m16 tiles of a warp
-  static constexpr int kWarpColumns = 16 * kTiles;
-  static constexpr int kColumns = kWarpColumns * kWarps;
-  static constexpr int kTokenTiles = kTokens / 8;
-  static constexpr int kQ = 16;
-  static constexpr int kChunkWindows = kTokens <= 16 ? 128 / kTokens : 8;
+struct Sparse24Config : RingConfig<X_, 16, kTokens_, kWarps_, kStages_, kMinBlocks_, 0, 16> {
   struct Swizzle {
     __device__ __forceinline__ int operator()(int, int column) const { return column / 4 % 2; }
   };
-  using Ring = WeightRing<X, kQ, kWarpColumns, kStages_, 0>;
-  using Chunks = XChunks<X, kTokens, kChunkWindows, kThreads, 16>;
-  static constexpr int kPoolBytes = Ring::kBytes * kWarps + 2 * Chunks::kChunkBytes;
-  static constexpr int kPartialBytes = kTokens * kColumns * 4;
-  static constexpr int kSharedBytes = kPoolBytes > kPartialBytes ? kPoolBytes : kPartialBytes;
   // Time of a block beside another on its multiprocessor, relative to its time alone (measured).
-  static constexpr double kCrowding = kWarps <= 4 ? 0.5 : 1.0;
-  static_assert(sizeof(X) == 2, "a word holds the kept pair of a group");
-  static_assert(kChunkWindows / kGroupWindows >= kStages_ - 1, "x of the next chunk is waited for with the weights");
+  static constexpr double kCrowding = kWarps_ <= 4 ? 0.5 : 1.0;
 };
 
 template <class X, int kSelector>

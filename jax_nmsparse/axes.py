@@ -40,7 +40,7 @@ def fold(label: str, x: jax.Array, axis: Sequence[int], batch_dims: Sequence[int
     if set(axis) & set(batch_dims):
         raise ValueError(f"{label}: axis {tuple(axis)} and batch axes {tuple(batch_dims)} overlap")
     rest = [i for i in range(x.ndim) if i not in axis and i not in batch_dims]
-    check_folds(f"{label}: ", "x", x, [axis])
+    check_folds(f"{label}: x", x, [axis])
     moved = jnp.transpose(x, (*batch_dims, *rest, *axis))
     return moved.reshape(*moved.shape[: x.ndim - len(axis)], math.prod(x.shape[i] for i in axis))
 
@@ -71,5 +71,5 @@ def fold_kernel(
             "at least one contracted axis, and one axis more"
         )
     in_sizes, out_sizes = shape[stacked:first], shape[first:]
-    check_folds(begin, "the kernel", kernel, [range(stacked, first), range(first, len(shape))])
+    check_folds(f"{begin}the kernel", kernel, [range(stacked, first), range(first, len(shape))])
     return kernel.reshape(*shape[:stacked], math.prod(in_sizes), math.prod(out_sizes)), in_sizes, out_sizes

@@ -41,17 +41,14 @@ def check_whole_array(op: str, name: str, array: Any) -> None:
         )
 
 
-def check_folds(begin: str, name: str, array: Any, groups: Iterable[Sequence[int]]) -> None:
-    """Raises where axes of the array fold into one and explicit mesh axes split another than the first of them.
-
-    begin: What the error begins with.
-    """
+def check_folds(what: str, array: Any, groups: Iterable[Sequence[int]]) -> None:
+    """Raises where axes of the array fold into one and explicit mesh axes split another than the first of them."""
     shape, spec = jnp.shape(array), _spec_of(array)
     for group in groups:
         for i, axis in enumerate(group):
             if spec[axis] and math.prod(shape[a] for a in group[:i]) > 1:
                 raise ValueError(
-                    f"{begin}{name} of shape {shape} is split over explicit mesh axes, "
+                    f"{what} of shape {shape} is split over explicit mesh axes, "
                     f"{jax.typeof(array).sharding.spec}; its axes {tuple(group)} become one and may be split along the "
                     "first of them only; use jax.sharding.reshard"
                 )

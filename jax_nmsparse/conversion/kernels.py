@@ -114,17 +114,15 @@ class Job:
                 # A mask that is known while the kernel is traced can be checked all the same.
                 with jax.ensure_compile_time_eval():
                     NMSparse.fromdense(self.fold(jnp.asarray(self.mask) != 0).astype(jnp.int8), self._pattern)
-            if self.candidate.peek is not None:
-                jax.eval_shape(self.fold, self.candidate.peek())
+            peek = self.candidate.peek
+            kernel = jax.ShapeDtypeStruct(self.candidate.shape, self.candidate.dtype) if peek is None else peek()
+            folded = jax.eval_shape(self.fold, kernel)
             if self.inputs is not None:
-                shape = jax.eval_shape(
-                    self.fold, jax.ShapeDtypeStruct(self.candidate.shape, self.candidate.dtype)
-                ).shape
-                check_inputs(self.method, shape, self.candidate.dtype, self.inputs)
+                check_inputs(self.method, folded.shape, self.candidate.dtype, self.inputs)
             second_order, quantised = self.method == "sparsegpt", self.rule.values_dtype is not None
-            if self.candidate.peek is None or not (second_order or quantised):
+            if peek is None or not (second_order or quantised):
                 return
-            dense = self.fold(jnp.asarray(self.candidate.peek()))
+            dense = self.fold(jnp.asarray(kernel))
             if isinstance(dense, Tracer):
                 return
             if second_order:
