@@ -82,40 +82,30 @@ class Checker {
   std::string message_;
 };
 
-// The part of a problem that the three operations share. `values` is an operand of spmm and spmm_t, the result of
-// sddmm.
-inline Problem CheckWeight(Checker& check, const ffi::AnyBuffer& inputs, std::string_view inputs_name,
-                           const ffi::AnyBuffer& outputs, std::string_view outputs_name, const ffi::AnyBuffer& values,
-                           const ffi::AnyBuffer& mask, const Attributes& attributes) {
-  Problem problem;
-  check.Rank(inputs_name, inputs, 3);
-  check.Rank(outputs_name, outputs, 3);
+// The weight of a problem whose sizes of batch, in_features and out_features are known. `values` is an operand or, of
+// sddmm, the result; `because_batch` says where the batch is from.
+inline void CheckStorage(Checker& check, Problem& problem, const ffi::AnyBuffer& values, const ffi::AnyBuffer& mask,
+                         const ffi::Span<const int64_t>& pattern, const std::string& because_batch) {
   // One axis: to XLA the order of axes of size one is not fixed, and it has been seen to copy a weight for that.
   check.Rank("values", values, 1);
   check.Rank("mask", mask, 4);
   if (mask.element_type() != ffi::DataType::U32) check.Fail("mask has another dtype than uint32");
-  if (attributes.pattern.size() != 4) check.Fail("pattern is not (window_units, q, bk, bn)");
-  if (!check.ok()) return problem;
-  auto i = inputs.dimensions(), o = outputs.dimensions(), m = mask.dimensions();
+  if (pattern.size() != 4) check.Fail("pattern is not (window_units, q, bk, bn)");
+  if (!check.ok()) return;
+  auto m = mask.dimensions();
   Geometry& geometry = problem.geometry;
-  geometry.batch = i[0];
-  geometry.tokens = i[1];
-  geometry.in_features = i[2];
-  geometry.out_features = o[2];
   geometry.windows = m[1];
   geometry.out_blocks = m[2];
-  geometry.window_units = static_cast<int32_t>(attributes.pattern[0]);
-  geometry.q = static_cast<int32_t>(attributes.pattern[1]);
-  geometry.bk = static_cast<int32_t>(attributes.pattern[2]);
-  geometry.bn = static_cast<int32_t>(attributes.pattern[3]);
+  geometry.window_units = static_cast<int32_t>(pattern[0]);
+  geometry.q = static_cast<int32_t>(pattern[1]);
+  geometry.bk = static_cast<int32_t>(pattern[2]);
+  geometry.bn = static_cast<int32_t>(pattern[3]);
   geometry.mask_words = static_cast<int32_t>(m[3]);
-  check.Size(outputs_name, "batch", o[0], geometry.batch, std::string(inputs_name) + "'s batch");
-  check.Size(outputs_name, "tokens", o[1], geometry.tokens, std::string(inputs_name) + "'s tokens");
-  check.Size("mask", "batch", m[0], geometry.batch, std::string(inputs_name) + "'s batch");
+  check.Size("mask", "batch", m[0], geometry.batch, because_batch);
   if (geometry.window_units < 1 || geometry.window_units > 128) check.Fail("window_units is outside 1 to 128");
   if (geometry.q < 1 || geometry.q > geometry.window_units) check.Fail("q is outside 1 to window_units");
   if (geometry.bk < 1 || geometry.bn < 1) check.Fail("a block has no elements");
-  if (!check.ok()) return problem;
+  if (!check.ok()) return;
   auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   check.Size("mask", "words", geometry.mask_words, ceil_div(geometry.window_units, 32), "ceil(window_units / 32)");
   check.Size("mask", "windows", geometry.windows, ceil_div(geometry.in_features, geometry.rows_per_window()),
@@ -124,9 +114,28 @@ inline Problem CheckWeight(Checker& check, const ffi::AnyBuffer& inputs, std::st
              "ceil(out_features / bn)");
   check.Size("values", "total", values.dimensions()[0], geometry.batch * geometry.values_count(),
              "batch * windows * out_blocks * q * bk * bn");
+  problem.mask = static_cast<const uint32_t*>(mask.untyped_data());
+}
+
+// The part of a problem that the three products share.
+inline Problem CheckWeight(Checker& check, const ffi::AnyBuffer& inputs, std::string_view inputs_name,
+                           const ffi::AnyBuffer& outputs, std::string_view outputs_name, const ffi::AnyBuffer& values,
+                           const ffi::AnyBuffer& mask, const Attributes& attributes) {
+  Problem problem;
+  check.Rank(inputs_name, inputs, 3);
+  check.Rank(outputs_name, outputs, 3);
+  if (!check.ok()) return problem;
+  auto i = inputs.dimensions(), o = outputs.dimensions();
+  Geometry& geometry = problem.geometry;
+  geometry.batch = i[0];
+  geometry.tokens = i[1];
+  geometry.in_features = i[2];
+  geometry.out_features = o[2];
+  check.Size(outputs_name, "batch", o[0], geometry.batch, std::string(inputs_name) + "'s batch");
+  check.Size(outputs_name, "tokens", o[1], geometry.tokens, std::string(inputs_name) + "'s tokens");
+  CheckStorage(check, problem, values, mask, attributes.pattern, std::string(inputs_name) + "'s batch");
   if (attributes.precision < 0 || attributes.precision > 2) check.Fail("precision is not one of 0 to 2");
   if (attributes.activation < 0 || attributes.activation > 4) check.Fail("activation is not one of 0 to 4");
-  problem.mask = static_cast<const uint32_t*>(mask.untyped_data());
   problem.epilogue.activation = static_cast<Activation>(attributes.activation);
   problem.precision = static_cast<Precision>(attributes.precision);
   problem.kernel = attributes.kernel;
@@ -176,6 +185,24 @@ inline ffi::ErrorOr<Problem> SddmmProblem(const ffi::AnyBuffer& x, const ffi::An
   problem.x = check.Input("x", x);
   problem.g = check.Input("g", g);
   problem.result = {const_cast<void*>(dv.untyped_data()), check.Type("dv", dv)};
+  if (!check.ok()) return ffi::Unexpected(check.error());
+  return problem;
+}
+
+inline ffi::ErrorOr<Problem> ExpandProblem(const ffi::AnyBuffer& values, const ffi::AnyBuffer& mask,
+                                           const ffi::AnyBuffer& dense, const ffi::Span<const int64_t>& pattern) {
+  Checker check("expand");
+  Problem problem;
+  check.Rank("dense", dense, 3);
+  if (!check.ok()) return ffi::Unexpected(check.error());
+  auto d = dense.dimensions();
+  problem.geometry.batch = d[0];
+  problem.geometry.in_features = d[1];
+  problem.geometry.out_features = d[2];
+  CheckStorage(check, problem, values, mask, pattern, "dense's batch");
+  problem.values = check.Input("values", values);
+  problem.result = {const_cast<void*>(dense.untyped_data()), check.Type("dense", dense)};
+  problem.kernel = "expand";
   if (!check.ok()) return ffi::Unexpected(check.error());
   return problem;
 }

@@ -4,8 +4,9 @@
 // big), and int8 with int32 sums.
 //
 // x is the M operand, in registers: as it lies in memory, a line of tokens per kept row, producers copy it to shared
-//   memory, and consumers read it in fragments. The order of tokens is free: lane 4 g + t of a warp reads four
-//   neighbours, which are rows g and g + 8 of two products, so its results are runs of four tokens.
+//   memory (float32 by bulk copies, a line each), and consumers read it in fragments. The order of tokens is free: lane
+//   4 g + t of a warp reads four neighbours, which are rows g and g + 8 of two products, so its results are runs of
+//   four tokens.
 // The weights are the N operand, in shared memory: producers copy them as they come, three steps ahead, each thread to
 //   places of its own; then it transposes them in registers, rounds or splits them, and writes lines of k.
 // Step. kDepth kept rows (128 bytes of k), counted over all windows. Rows that do not exist are zeros in both operands.
@@ -114,8 +115,9 @@ class Walk {
 };
 
 // A thread takes, of the weights of a step, 16 bytes of k (piece threadIdx.x % 8 of a line) of kGroup neighbouring
-// columns at a time, which it transposes: eight neighbouring threads write to different banks. Of x it copies one piece
-// of 16 bytes of kCopies consecutive lines.
+// columns at a time, which it transposes: eight neighbouring threads write to different banks. Of x, every eighth
+// copies a line of float32, where a line of int8 is too short for the copy engine: there a thread copies one piece of
+// 16 bytes of kCopies consecutive lines.
 template <class C>
 class Producer {
  public:
@@ -169,8 +171,12 @@ class Producer {
     if ((step + kAhead) % C::kListed == 0) List((step + kAhead) / C::kListed);
     BarrierWait(shared_.Empty(at_.slot), at_.parity ^ 1);
     const uint32_t full = shared_.Full(at_.slot);
-    CopyInputs(x_places_ + ListOf(step));
-    BarrierArriveAfterCopies(full);
+    if constexpr (std::is_same_v<T, float>) {
+      CopyLine(x_places_ + ListOf(step), full);
+    } else {
+      CopyPieces(x_places_ + ListOf(step));
+      BarrierArriveAfterCopies(full);
+    }
     copies_.Next();
     block::WaitForCopies<kAhead - 1>();  // those of this step's weights have landed
 #pragma unroll
@@ -190,7 +196,26 @@ class Producer {
     return shared_.Scratch() + ((step % kAhead * kUnits + i) * kRows * C::kProducerThreads + thread_) * sizeof(Group);
   }
 
-  __device__ void CopyInputs(const int32_t* places) const {
+  // A line of x by every eighth thread. Tokens beyond the last are left as they are: nobody stores their results.
+  __device__ void CopyLine(const int32_t* places, uint32_t full) const {
+    constexpr int kThreadsPerLine = C::kProducerThreads / C::kDepth;
+    if (thread_ % kThreadsPerLine != 0) return BarrierArrive(full);
+    const Geometry& g = a_.geometry;
+    const Position<C>& at = copies_.at();
+    const int row = thread_ / kThreadsPerLine;
+    const int32_t place = places[row];
+    const uint32_t line = shared_.Inputs(at_.slot) + Shared<C>::RowOffset(row);
+    if (place < 0) {
+      for (int i = 0; i < C::kRowBytes; i += 16) StoreShared16(line + i, uint4{});
+      return BarrierArrive(full);
+    }
+    const auto bytes = static_cast<uint32_t>(min(int64_t{C::kTokens}, g.tokens - at.token) * sizeof(T));
+    BarrierArriveExpect(full, bytes);
+    const T* const x = static_cast<const T*>(a_.x) + (at.batch * g.in_features + place) * g.tokens + at.token;
+    LoadBytes(line, x, bytes, full);
+  }
+
+  __device__ void CopyPieces(const int32_t* places) const {
     constexpr int kLinePieces = C::kRowBytes / 16;
     constexpr int kCopies = C::kDepth * kLinePieces / C::kProducerThreads;
     static_assert(kCopies % 4 == 0, "places are read four at a time");

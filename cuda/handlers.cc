@@ -97,6 +97,12 @@ ffi::Error LaunchError(const std::string& op, const Problem& problem, cudaError_
   }
 }
 
+ffi::Error Launched(const std::string& op, const Problem& problem, cudaError_t status) {
+  if (status == cudaSuccess) return ffi::Error::Success();
+  cudaGetLastError();  // reported here: not left behind for the next caller of the runtime
+  return LaunchError(op, problem, status);
+}
+
 template <size_t kCount>
 ffi::Error Run(const std::string& op, const Kernel (&kernels)[kCount], Dtypes (*dtypes)(const Problem&),
                ffi::ErrorOr<Problem> checked, ffi::AnyBuffer& workspace, cudaStream_t stream) {
@@ -116,10 +122,7 @@ ffi::Error Run(const std::string& op, const Kernel (&kernels)[kCount], Dtypes (*
 
   for (const Kernel& kernel : kernels) {
     if (kernel.name != problem.kernel) continue;
-    const cudaError_t status = kernel.launch(problem, stream);
-    if (status == cudaSuccess) return ffi::Error::Success();
-    cudaGetLastError();  // reported here: not left behind for the next caller of the runtime
-    return LaunchError(op, problem, status);
+    return Launched(op, problem, kernel.launch(problem, stream));
   }
   std::string known;
   for (const Kernel& kernel : kernels) known += (known.empty() ? "" : ", ") + std::string(kernel.name);
@@ -150,7 +153,29 @@ ffi::Error Sddmm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer g, ffi::A
              SddmmProblem(x, g, mask, *dv, {pattern, activation, precision, kernel}), *workspace, stream);
 }
 
+ffi::Error ExpandWeight(cudaStream_t stream, ffi::AnyBuffer values, ffi::AnyBuffer mask,
+                        ffi::Result<ffi::AnyBuffer> dense, ffi::Span<const int64_t> pattern) {
+  const ffi::ErrorOr<Problem> problem = ExpandProblem(values, mask, *dense, pattern);
+  if (!problem.has_value()) return problem.error();
+  const DType from = problem->values.dtype, to = problem->result.dtype;
+  if (!(from == to && (IsFloat(to) || IsQuantized(to))) && !(IsQuantized(from) && IsFloat(to))) {
+    return ffi::Error::InvalidArgument(std::string("expand: got values ") + Name(from) + " and dense " + Name(to) +
+                                       ", expected one of float32, bfloat16, float16, int8 and float8_e4m3fn for both, "
+                                       "or a float for values of int8 or float8_e4m3fn");
+  }
+  return Launched("expand", *problem, Expand(*problem, stream));
+}
+
 }  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaExpandHandler, ExpandWeight,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()  // values
+                                  .Arg<ffi::AnyBuffer>()  // mask
+                                  .Ret<ffi::AnyBuffer>()  // dense
+                                  .Attr<ffi::Span<const int64_t>>("pattern"),
+                              {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaSpmmHandler, Spmm,
                               ffi::Ffi::Bind()

@@ -8,6 +8,7 @@ namespace nmsparse::cuda {
 XLA_FFI_DECLARE_HANDLER_SYMBOL(CudaSpmmHandler);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(CudaSpmmTHandler);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(CudaSddmmHandler);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(CudaExpandHandler);
 
 }  // namespace nmsparse::cuda
 

@@ -78,6 +78,9 @@ cudaError_t EwSparse24(const Problem& problem, cudaStream_t stream);
 cudaError_t EwWgmmaSparse24(const Problem& problem, cudaStream_t stream);
 cudaError_t EwWgmma(const Problem& problem, cudaStream_t stream);
 
+// expand.cu: the weight as a dense matrix [batch, in_features, out_features], every pattern; for products of XLA.
+cudaError_t Expand(const Problem& problem, cudaStream_t stream);
+
 inline constexpr Kernel kSpmmKernels[] = {
     {"simple", SimpleSpmm},
     {"block_mma", BlockMmaSpmm},

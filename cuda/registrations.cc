@@ -14,6 +14,7 @@ nb::dict Registrations() {
   targets["nms_cuda_spmm"] = Capsule(nmsparse::cuda::CudaSpmmHandler);
   targets["nms_cuda_spmm_t"] = Capsule(nmsparse::cuda::CudaSpmmTHandler);
   targets["nms_cuda_sddmm"] = Capsule(nmsparse::cuda::CudaSddmmHandler);
+  targets["nms_cuda_expand"] = Capsule(nmsparse::cuda::CudaExpandHandler);
   return targets;
 }
 

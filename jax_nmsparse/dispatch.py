@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 
 from jax import export
 
-from jax_nmsparse import native, tuning
+from jax_nmsparse import native, reference, tuning
 from jax_nmsparse.kernels import KERNELS, Call, Kernel
 
 IMPLEMENTATIONS = ("cuda", "cpu", "xla", "dense")
@@ -27,6 +28,11 @@ class Choice:
     @property
     def name(self) -> str:
         return self.kernel.name if self.kernel else self.implementation
+
+    @property
+    def multiplies(self) -> Kernel | None:
+        """The kernel, where it gives the product: XLA multiplies what a kernel expands."""
+        return None if self.kernel is None or self.kernel.expands else self.kernel
 
 
 _ONLY: contextvars.ContextVar[str | None] = contextvars.ContextVar("only_kernel", default=None)
@@ -174,6 +180,19 @@ def _bound(times: dict[str, float], names: tuple[str, ...], points: list[tuning.
             times[name] = min(bounds)
 
 
+def _expanding(call: Call, platform: str, point: tuning.Measurement, names: tuple[str, ...]) -> dict[str, float]:
+    """Times at a point of those that expand the weight and multiply as a dense product does."""
+    if "dense" not in point.times_us:
+        return {}
+    itemsize = reference.operand_dtype(call.x_dtype, call.values_dtype).itemsize
+    dense_bytes = point.in_features * point.out_features * itemsize
+    expansion = functools.partial(tuning.expansion_us, platform, pattern=point.pattern, dense_bytes=dense_bytes)
+    times = {name: point.times_us["dense"] + expansion(name) for name in ("dense", "expand") if name in names}
+    if "expand" in times and "expand" in point.times_us:  # measured as a whole
+        times["expand"] = point.times_us["expand"]
+    return times
+
+
 def _fastest(call: Call, implementation: str, names: tuple[str, ...]) -> tuple[str | None, str]:
     """What was fastest of these at the nearest point that was measured, and why."""
     layout = call.layout
@@ -193,9 +212,7 @@ def _fastest(call: Call, implementation: str, names: tuple[str, ...]) -> tuple[s
         if call.tokens < _FEW_TOKENS:
             for name in times.keys() & _FEATURE_MAJOR:
                 times[name] += _TRANSPOSES_US
-        if "dense" in times:
-            elements = call.batch * layout.in_features * layout.out_features
-            times["dense"] += tuning.expansion_us(implementation, layout.pattern, elements)
+        times.update(_expanding(call, implementation, point, names))
         if "xla" in names and call.op != "spmm" and call.tokens >= _MANY_TOKENS and "dense" in point.times_us:
             times.setdefault("xla", _PIECEWISE * point.times_us["dense"])
         if times:

@@ -83,6 +83,7 @@ class Kernel:
       feature_major: Whether it takes x and g and gives y and dx with features before tokens in memory; XLA transposes
         where its neighbours do not. Values and their gradient have one order for all kernels.
       capability: The only compute capability that it has code for, or None.
+      expands: Whether it gives the dense weight, for XLA to multiply: all of it for spmm, pieces for spmm_t.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Kernel:
     workspace: Callable[[Call], int] = lambda call: 0
     feature_major: bool = False
     capability: str | None = None
+    expands: bool = False
 
 
 _FLOATS = ("float32", "bfloat16", "float16")
@@ -134,6 +136,11 @@ def _simd(call: Call) -> str | None:
 
 def _simple(call: Call) -> str | None:
     return _dtypes(call, _SAME | _INT8_BY_INT8 | _FLOAT8_BY_FLOAT8 | _WEIGHT_ONLY)
+
+
+def _expand(call: Call) -> str | None:
+    reason = "its sizes do not fit 32 bits" if max(call.layout.padded_in, call.layout.padded_out) >= 2**31 else None
+    return reason or _simple(call)
 
 
 _GRID = 65535
@@ -429,5 +436,13 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel("block_t_mma", "cuda", ("spmm_t",), "transposed, vector-wise on tensor cores, few tokens", _block_t_mma),
     Kernel("few_t", "cuda", ("spmm_t",), "transposed, few tokens of any pattern, on CUDA cores", _few_t),
     Kernel("simple", "cuda", _OPS, "tiles of any pattern and size, float32 arithmetic on CUDA cores", _simple),
+    Kernel(
+        "expand",
+        "cuda",
+        ("spmm", "spmm_t"),
+        "expands the weight to a dense one, which XLA multiplies, many tokens",
+        _expand,
+        expands=True,
+    ),
 )
 """Every native kernel, the most specialised first."""

@@ -30,6 +30,10 @@ def target_name(op: str, implementation: str) -> str:
     return f"nms_{implementation}_{op}"
 
 
+EXPAND_TARGET = target_name("expand", "cuda")
+"""That of the kernel that expands a weight."""
+
+
 @functools.cache
 def _sources() -> str:
     """A digest of this package's text and tables, which decide what a lowering makes of a call."""
@@ -76,10 +80,24 @@ def _canonical(op: str, layout: Layout, run):
     return whole
 
 
-def _reference(op: str, choice: Choice, params):
-    """The plain function of a primitive's operands."""
-    function = getattr(reference, ("dense_" if choice.implementation == "dense" else "") + op)
-    return functools.partial(function, layout=params["layout"], dtype=params["dtype"], precision=params["precision"])
+def _pattern(layout: Layout) -> np.ndarray:
+    return np.asarray((layout.window_units, layout.pattern.q, layout.bk, layout.bn), np.int64)
+
+
+def _expand(values, mask, layout: Layout, dtype) -> jax.Array:
+    """`reference.Expand` by a native kernel."""
+    shape = (values.shape[0], layout.in_features, layout.out_features)
+    call = jax.ffi.ffi_call(EXPAND_TARGET, jax.ShapeDtypeStruct(shape, dtype))
+    return call(values.ravel(), mask, pattern=_pattern(layout))
+
+
+def _plain(op: str, choice: Choice, params):
+    """The function of x (or g), values and mask, or of x, g and mask, where XLA multiplies."""
+    static = {name: params[name] for name in ("layout", "dtype", "precision")}
+    if choice.kernel is None:
+        return functools.partial(getattr(reference, f"dense_{op}" if choice.name == "dense" else op), **static)
+    function = {"spmm": reference.dense_spmm, "spmm_t": reference.spmm_t}[op]
+    return functools.partial(function, **static, expand=_expand)
 
 
 def _native(op: str, kernel: Kernel, call: Call, activation: str | None):
@@ -91,7 +109,7 @@ def _native(op: str, kernel: Kernel, call: Call, activation: str | None):
     layout = call.layout
     target = target_name(op, kernel.implementation)
     attributes = {
-        "pattern": np.asarray((layout.window_units, layout.pattern.q, layout.bk, layout.bn), np.int64),
+        "pattern": _pattern(layout),
         "activation": np.int64(_ACTIVATION_CODES[activation]),
         "precision": np.int64(FLOAT32.index(call.float32)),
         "kernel": kernel.name,
@@ -124,7 +142,7 @@ def _native(op: str, kernel: Kernel, call: Call, activation: str | None):
 
 def _spmm(choice: Choice, call: Call, params, axes: Axes, scatter: int | None):
     """spmm with its epilogue, which a native kernel fuses unless parts have to be added up first."""
-    activation, extras, kernel = params["activation"], (params["has_scales"], params["has_bias"]), choice.kernel
+    activation, extras, kernel = params["activation"], (params["has_scales"], params["has_bias"]), choice.multiplies
     accumulator = reference.accumulator_dtype(call.x_dtype, call.values_dtype)
     plain = activation is None and not any(extras)
     if kernel is not None and not axes:
@@ -133,7 +151,7 @@ def _spmm(choice: Choice, call: Call, params, axes: Axes, scatter: int | None):
     exact = dataclasses.replace(call, dtype=call.dtype if plain and not axes else accumulator)
 
     if kernel is None:
-        run = _reference("spmm", choice, {**params, "dtype": exact.dtype})
+        run = _plain("spmm", choice, {**params, "dtype": exact.dtype})
     else:
         native_run = _native("spmm", kernel, exact, None)
         run = lambda *operands: native_run(*operands, None, None)  # noqa: E731
@@ -158,10 +176,10 @@ def _function(op: str, platform: str, params, operands, layout: Layout, axes: Ax
         return _spmm(choice, call, params, axes, scatter)
     accumulator = reference.accumulator_dtype(call.x_dtype, call.values_dtype)
     exact = dataclasses.replace(call, dtype=accumulator if axes else call.dtype)
-    if choice.kernel is None:
-        run = _reference(op, choice, {**params, "dtype": exact.dtype})
+    if choice.multiplies is None:
+        run = _plain(op, choice, {**params, "dtype": exact.dtype})
     else:
-        run = _native(op, choice.kernel, exact, None)
+        run = _native(op, choice.multiplies, exact, None)
     run = _canonical(op, layout, run)
     return (lambda *operands: add_parts(run(*operands), axes, scatter).astype(call.dtype)) if axes else run
 

@@ -219,9 +219,14 @@ def fit(floors: Sequence[float], times: Sequence[float]) -> tuple[float, float]:
 def expected_us(call: Call, name: str, platform: str, ceilings: Ceilings) -> float | None:
     """The time that measurements let expect of a kernel, or of "dense" or "xla"; None where it was never measured.
 
-    Times of feature-major kernels hold the transposes of an isolated call, as the table does.
+    Times of feature-major kernels hold the transposes of an isolated call, as the table does. "dense" stands for a
+    weight that is dense already.
     """
     layout = call.layout
+    if name == "expand":
+        dense = expected_us(call, "dense", platform, ceilings)
+        expansion = tuning.expansion_us(platform, name, layout.pattern, cost(call, ceilings).dense_bytes)
+        return None if dense is None else dense + expansion
     points = tuning.nearest(
         platform,
         call.op,

@@ -8,7 +8,7 @@ All functions take canonical operands, always with one batch axis:
 
 A weight is expanded a few windows at a time, so temporary memory is bounded by ``temporary_bytes`` whatever
 in_features is, and no dense [in_features, out_features] buffer exists. The ``dense_*`` functions do expand all of it:
-they are the "dense" implementation.
+they are the "dense" implementation. Where a function takes `expand`, that makes the dense form of a weight (`Expand`).
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "silu": jax.nn.silu,
 }
+
+
+Expand = Callable[[jax.Array, jax.Array, Layout, jnp.dtype], jax.Array]
+"""(values, mask, layout, dtype) -> the weight as a dense [batch, in_features, out_features] of that dtype."""
 
 
 def accumulator_dtype(x_dtype, values_dtype) -> jnp.dtype:
@@ -82,17 +86,25 @@ def _sub_layout(layout: Layout, windows: int) -> Layout:
     return Layout(layout.pattern, windows * layout.rows_per_window, layout.out_features)
 
 
-def _dense_windows(values, mask, start, size: int, layout: Layout, dtype) -> jax.Array:
+def _expand(values, mask, layout: Layout, dtype) -> jax.Array:
+    """The weight as a dense [batch, in_features, out_features]."""
+    return layout_lib.from_units(layout_lib.expand(values, mask, layout).astype(dtype), layout)
+
+
+def _dense_windows(values, mask, start, size: int, layout: Layout, dtype, expand: Expand = _expand) -> jax.Array:
     """Windows [start, start + size) as a dense [batch, rows, out_features]."""
-    part = _sub_layout(layout, size)
-    units = layout_lib.expand(_windows(values, start, size), _windows(mask, start, size), part)
-    return layout_lib.from_units(units.astype(dtype), part)
+    return expand(_windows(values, start, size), _windows(mask, start, size), _sub_layout(layout, size), dtype)
 
 
 def _dot(a, b, contract: tuple[int, int], accumulator, precision) -> jax.Array:
     """Batched product over axis 0, contracting the given axes."""
     dims = (((contract[0],), (contract[1],)), ((0,), (0,)))
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=accumulator)
+
+
+def _rounded_dot(a, b, contract: tuple[int, int], accumulator, precision, dtype) -> jax.Array:
+    """The same, rounded to dtype: by the product itself where that is the dtype of its operands, as in `jnp.dot`."""
+    return _dot(a, b, contract, dtype if dtype == a.dtype else accumulator, precision).astype(dtype)
 
 
 def epilogue(acc: jax.Array, scales, bias, activation: str | None, dtype) -> jax.Array:
@@ -133,15 +145,15 @@ def spmm(x, values, mask, *, layout: Layout, dtype, precision=None) -> jax.Array
     return y.astype(dtype)
 
 
-def spmm_t(g, values, mask, *, layout: Layout, dtype, precision=None) -> jax.Array:
+def spmm_t(g, values, mask, *, layout: Layout, dtype, precision=None, expand: Expand = _expand) -> jax.Array:
     """dx = g Wᵀ: [batch, tokens, in_features]."""
     accumulator, operand = accumulator_dtype(g.dtype, values.dtype), operand_dtype(g.dtype, values.dtype)
     g = g.astype(operand)
     size, count, rest = _chunks(layout)
 
     def part(start, size):
-        dense = _dense_windows(values, mask, start, size, layout, operand)
-        return _dot(g, dense, (2, 2), accumulator, precision).astype(dtype)
+        dense = _dense_windows(values, mask, start, size, layout, operand, expand)
+        return _rounded_dot(g, dense, (2, 2), accumulator, precision, dtype)
 
     def write(i, dx):
         return lax.dynamic_update_slice_in_dim(dx, part(i * size, size), i * size * layout.rows_per_window, axis=2)
@@ -178,18 +190,18 @@ def sddmm(x, g, mask, *, layout: Layout, dtype, precision=None) -> jax.Array:
     return lax.dynamic_update_slice_in_dim(dv, part(count * size, rest), count * size, axis=1) if rest else dv
 
 
-def dense_spmm(x, values, mask, *, layout: Layout, dtype, precision=None) -> jax.Array:
+def dense_spmm(x, values, mask, *, layout: Layout, dtype, precision=None, expand: Expand = _expand) -> jax.Array:
     """`spmm` through the whole dense weight."""
     accumulator, operand = accumulator_dtype(x.dtype, values.dtype), operand_dtype(x.dtype, values.dtype)
-    dense = _dense(values, mask, layout).astype(operand)
-    return _dot(x.astype(operand), dense, (2, 1), accumulator, precision).astype(dtype)
+    dense = expand(values, mask, layout, operand)
+    return _rounded_dot(x.astype(operand), dense, (2, 1), accumulator, precision, dtype)
 
 
 def dense_spmm_t(g, values, mask, *, layout: Layout, dtype, precision=None) -> jax.Array:
     """`spmm_t` through the whole dense weight."""
     accumulator, operand = accumulator_dtype(g.dtype, values.dtype), operand_dtype(g.dtype, values.dtype)
-    dense = _dense(values, mask, layout).astype(operand)
-    return _dot(g.astype(operand), dense, (2, 2), accumulator, precision).astype(dtype)
+    dense = _expand(values, mask, layout, operand)
+    return _rounded_dot(g.astype(operand), dense, (2, 2), accumulator, precision, dtype)
 
 
 def dense_sddmm(x, g, mask, *, layout: Layout, dtype, precision=None) -> jax.Array:
@@ -197,7 +209,3 @@ def dense_sddmm(x, g, mask, *, layout: Layout, dtype, precision=None) -> jax.Arr
     accumulator, operand = accumulator_dtype(x.dtype, g.dtype), operand_dtype(x.dtype, g.dtype)
     product = _dot(x.astype(operand), g.astype(operand), (1, 1), accumulator, precision).astype(dtype)
     return layout_lib.compress(layout_lib.to_units(product, layout), mask, layout)
-
-
-def _dense(values, mask, layout: Layout) -> jax.Array:
-    return layout_lib.from_units(layout_lib.expand(values, mask, layout), layout)

@@ -82,14 +82,23 @@ def forget() -> None:
         cached.cache_clear()
 
 
-def expansion_us(implementation: str, pattern: NMPattern, elements: int) -> float:
-    """Time in which XLA expands a weight of that many dense elements, by the rate that was measured; 0 without one.
+def expansion_us(platform: str, name: str, pattern: NMPattern, dense_bytes: int) -> float:
+    """Time in which a weight is expanded, by the rates that were measured; 0 without them.
 
-    Implementation "dense" does so in every call, while the times of "dense" in the table are those of a weight that is
-    dense already.
+    "dense" and kernel "expand" do so in every call, while the times of "dense" in the table are those of a weight that
+    is dense already.
+
+    Args:
+      platform: "cpu" or "cuda".
+      name: "dense", where XLA expands, or "expand", where a kernel does.
+      pattern: Of the weight.
+      dense_bytes: What its dense form takes.
     """
-    rates = _file().get(implementation, {}).get("expand_us_per_million", {})
-    return rates.get("element-wise" if pattern.is_elementwise else "blocks", 0.0) * elements / 1e6
+    rates = _file().get(platform, {}).get("expansion", {}).get(name)
+    if rates is None:
+        return 0.0
+    rate = rates["element-wise" if pattern.is_elementwise else "blocks"]
+    return rates["launch_us"] + rate * dense_bytes / 1e6
 
 
 @functools.lru_cache(maxsize=4096)

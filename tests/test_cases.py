@@ -48,7 +48,7 @@ import pytest
 import recorded
 
 import jax_nmsparse as nms
-from jax_nmsparse import dispatch, native, tuning
+from jax_nmsparse import dispatch, native, reference, tuning
 
 PACKAGE = pathlib.Path(nms.__file__).parent
 
@@ -101,8 +101,12 @@ def test_the_automatic_choice_is_the_fastest_measured(platform):
         }
         plain = {"dense", "xla"} if point.op == "spmm" else {"xla"}
         times = {name: t for name, t in point.times_us.items() if name in kernels | plain}
-        if "dense" in times:  # in every call the weight is made dense first
-            times["dense"] += tuning.expansion_us(platform, point.pattern, point.in_features * point.out_features)
+        for name in ("dense", "expand"):  # in every call the weight is made dense first
+            if name in kernels | plain and "dense" in point.times_us:
+                itemsize = reference.operand_dtype(call.x_dtype, call.values_dtype).itemsize
+                dense_bytes = point.in_features * point.out_features * itemsize
+                expansion = tuning.expansion_us(platform, name, point.pattern, dense_bytes)
+                times[name] = point.times_us["dense"] + expansion
         for other in points:  # no worse than more tokens, nor than several calls of fewer
             same = (other.op, other.dtype, other.precision) == (point.op, point.dtype, point.precision)
             if same and other.is_weight_of(point):

@@ -14,7 +14,7 @@ from jax import export
 
 import jax_nmsparse as nms
 from jax_nmsparse import dispatch, native, reference
-from jax_nmsparse.lowering import target_name
+from jax_nmsparse.lowering import EXPAND_TARGET, target_name
 from jax_nmsparse.reference import temporary_bytes
 
 OPS = ("spmm", "spmm_t", "sddmm")
@@ -59,14 +59,15 @@ def test_lowers_for_cuda_on_a_machine_without_a_gpu(op, implementation):
     ):
         operands = _structs(4096, 256, 256, pattern, dtype)
         text = _lower(op, operands, "cuda", implementation=implementation)
-        wanted = {target_name(op, "cuda")}
         choice = dispatch.choose(
             dispatch.Call(op, operands[2].layout, 1, 4096, dtype, dtype, dtype), "cuda", implementation
         )
-        assert _targets(text) == (wanted if choice.kernel else set()), (pattern, dtype)
+        wanted = target_name(op, "cuda") if choice.multiplies else EXPAND_TARGET
+        assert _targets(text) == ({wanted} if choice.kernel else set()), (pattern, dtype)
         if implementation == "cuda":
             assert choice.kernel
-            assert f'kernel = "{choice.kernel.name}"' in text
+        if choice.multiplies:
+            assert f'kernel = "{choice.name}"' in text
 
 
 _ACTIVATIONS, _VALUES = "1, 2, 0", "0"
@@ -101,6 +102,20 @@ def test_feature_major_kernels_ask_for_activations_with_tokens_innermost(
     assert asked["result_layouts"][0] == result
 
 
+@pytest.mark.parametrize("op", ["spmm", "spmm_t"])
+@pytest.mark.parametrize("tokens", [5, 4096])
+def test_what_a_kernel_expands_is_multiplied_by_xla(monkeypatch, op, tokens):
+    """spmm expands all of the weight at once, spmm_t no more than 1024 of its rows."""
+    monkeypatch.setitem(native.MODULES, "cuda", native.NativeModule("cuda", frozenset(), None))
+    with dispatch.only_kernel("expand"):
+        text = _lower(op, _structs(tokens, 4096, 96, "16:32", jnp.bfloat16), "cuda", implementation="cuda")
+    assert _targets(text) == {EXPAND_TARGET}
+    assert "dot_general" in text
+    rows = {"spmm": 4096, "spmm_t": 1024}[op]
+    expanded = re.findall(rf"@{EXPAND_TARGET}.*-> tensor<1x(\d+)x96xbf16>", text)
+    assert set(expanded) == {str(rows)}
+
+
 @pytest.mark.parametrize(
     ("precision", "code"),
     [
@@ -118,7 +133,8 @@ def test_feature_major_kernels_ask_for_activations_with_tokens_innermost(
 )
 def test_what_was_asked_of_float32_reaches_the_kernel(monkeypatch, precision, code):
     monkeypatch.setitem(native.MODULES, "cuda", native.NativeModule("cuda", frozenset(), None))
-    text = _lower("spmm", _structs(256, 256, 128, "8:32/1x64"), "cuda", implementation="cuda", precision=precision)
+    with dispatch.only_kernel("block_fma" if code == 2 else "block_mma_many"):
+        text = _lower("spmm", _structs(256, 256, 128, "8:32/1x64"), "cuda", implementation="cuda", precision=precision)
     assert f"precision = {code} : i64" in text
     if code == 2:  # a kernel of TF32 products refuses
         with dispatch.only_kernel("block_mma_many"), pytest.raises(NotImplementedError, match="not with the float32"):

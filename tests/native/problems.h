@@ -14,7 +14,7 @@
 
 namespace nmsparse::check {
 
-enum class Op { kSpmm, kSpmmT, kSddmm };
+enum class Op { kSpmm, kSpmmT, kSddmm, kExpand };      // kExpand: dense W, as spmm of an identity
 enum class Data { kExact, kReal, kSpecial };           // multiples of 1/4; uniform; kExact with NaN and infinities
 enum class Bits { kValid, kSurplus, kMissing, kAny };  // of the mask, against q
 
@@ -49,7 +49,7 @@ struct Case {
   }
 
   std::string Describe() const {
-    static const char* const kOps[] = {"spmm", "spmm_t", "sddmm"};
+    static const char* const kOps[] = {"spmm", "spmm_t", "sddmm", "expand"};
     char text[256];
     std::snprintf(text, sizeof(text),
                   "%s %d:%d/%dx%d batch %lld tokens %lld %lldx%lld %s,%s->%s%s%s%s act %d data %d "
@@ -78,9 +78,40 @@ inline constexpr Pattern kWideElementwise[] = {{16, 32, 1, 1}, {8, 32, 1, 1},  {
                                                {13, 32, 1, 1}, {32, 32, 1, 1}, {4, 32, 1, 1}, {16, 32, 1, 1}};
 inline constexpr DType kFloats[] = {DType::kF32, DType::kBF16, DType::kF16};
 inline constexpr int64_t kSizes[] = {1, 31, 33, 63, 65, 127, 129, 1000};
-inline constexpr Op kOps[] = {Op::kSpmm, Op::kSpmmT, Op::kSddmm};
+inline constexpr Op kOps[] = {Op::kSpmm, Op::kSpmmT, Op::kSddmm, Op::kExpand};
+
+// Every pattern, with every dtype of values and of the dense weight, and masks of any number of bits.
+inline std::vector<Case> ExpandProblems(bool quick) {
+  std::vector<Case> cases;
+  std::mt19937 random(4321);
+  std::vector<std::pair<DType, DType>> pairs;
+  for (DType to : kFloats) {
+    for (DType from : {to, DType::kS8, DType::kF8E4M3FN}) pairs.push_back({from, to});
+  }
+  for (DType type : {DType::kS8, DType::kF8E4M3FN}) pairs.push_back({type, type});
+  for (const Pattern& pattern : kPatterns) {
+    for (size_t p = 0; p < pairs.size(); ++p) {
+      if (quick && (p + (&pattern - kPatterns)) % pairs.size() != 0) continue;
+      for (int aligned = 0; aligned < 2; ++aligned) {
+        Case c;
+        c.op = Op::kExpand;
+        c.pattern = pattern;
+        c.values = pairs[p].first, c.result = pairs[p].second;
+        c.batch = 1 + random() % 2;
+        c.in_features = c.tokens = 1 + random() % 200;
+        c.out_features = aligned ? 16 * (1 + random() % 20) : 1 + random() % 300;
+        c.data = random() % 2 ? Data::kReal : Data::kExact;
+        c.bits = static_cast<Bits>(random() % 4);
+        if (!aligned && random() % 2) c.offset = 1 + random() % 7;
+        cases.push_back(c);
+      }
+    }
+  }
+  return cases;
+}
 
 inline std::vector<Case> Problems(Op op, bool quick) {
+  if (op == Op::kExpand) return ExpandProblems(quick);
   std::vector<Case> cases;
   std::mt19937 random(1234);
   auto pick = [&](auto&& list) { return list[random() % std::size(list)]; };
