@@ -7,8 +7,8 @@
 //   memory (float32 by bulk copies, a line each), and consumers read it in fragments. The order of tokens is free: lane
 //   4 g + t of a warp reads four neighbours, which are rows g and g + 8 of two products, so its results are runs of
 //   four tokens.
-// The weights are the N operand, in shared memory: producers copy them as they come, three steps ahead, each thread to
-//   places of its own; then it transposes them in registers, rounds or splits them, and writes lines of k.
+// The weights are the N operand, in shared memory: producers copy them as they come, two steps ahead, then transpose
+//   them in registers, round or split them, and write lines of k.
 // Step. kDepth kept rows (128 bytes of k), counted over all windows. Rows that do not exist are zeros in both operands.
 // Ownership. A block (one per multiprocessor, persistent) owns a tile of kColumns x 256 tokens at a time, each of two
 //   consumer warpgroups 128 tokens of it. Two more warpgroups produce. Steps run ahead over the ends of tiles.
@@ -16,12 +16,10 @@
 //   padding after each that share a register, so that rows t of a fragment fall into different banks; places of 4 x 256
 //   kept rows in x and in the values, 4 bytes each; three steps of weights as they come; barriers, 2 x 8 a slot.
 // Synchronisation. full[slot]: 256 producers have arrived twice, with the weights and after their copies of x.
-//   empty[slot]: all eight consumer warps are done with it. Named barrier 1: producers and their lists. Producers wait
-//   for their copies of weights by groups, one of each step.
+//   empty[slot]: all eight consumer warps are done with it. Producers wait for their copies of weights by groups, one
+//   of each step; named barrier 1, once a step, orders what they share: weights as they come, and lists.
 #ifndef JAX_NMSPARSE_CUDA_BLOCK_WGMMA_RS_CUH_
 #define JAX_NMSPARSE_CUDA_BLOCK_WGMMA_RS_CUH_
-
-#include <algorithm>
 
 #include "cuda/kept_rows.cuh"
 #include "cuda/tf32.cuh"
@@ -59,9 +57,8 @@ struct Config {
   static constexpr int kListed = kProducerThreads / kDepth;  // steps of a list, a row by each producer
   static constexpr int kLists = 4;
   static constexpr int kFixedBytes = 2 * kLists * kProducerThreads * 4;
-  static constexpr int kAhead = 3;         // steps by which weights are copied ahead of their transposition
-  static constexpr int kThreadBytes = 64;  // of weights, that a producer transposes at once
-  static constexpr int kScratchBytes = kAhead * std::max(kWeightBytes, kProducerThreads* kThreadBytes);
+  static constexpr int kScratches = 3;  // steps of weights as they come
+  static constexpr int kScratchBytes = kScratches * kWeightBytes;
   static constexpr int kSlots = (kHopperSharedBytes - kFixedBytes - kScratchBytes) / (kStageBytes + 16);
   static constexpr int kSharedBytes = kSlots * (kStageBytes + 16) + kFixedBytes + kScratchBytes;
   static_assert(kStageBytes % 1024 == 0, "lines are swizzled by the bits of their address");
@@ -114,18 +111,18 @@ class Walk {
   Position<C> at_;
 };
 
-// A thread takes, of the weights of a step, 16 bytes of k (piece threadIdx.x % 8 of a line) of kGroup neighbouring
-// columns at a time, which it transposes: eight neighbouring threads write to different banks. Of x, every eighth
-// copies a line of float32, where a line of int8 is too short for the copy engine: there a thread copies one piece of
-// 16 bytes of kCopies consecutive lines.
+// Of the weights of a step a thread copies pieces of 16 bytes of columns, as they lie in memory, and later takes pieces
+// of 16 bytes of k (piece threadIdx.x % 8 of a line) of kGroup neighbouring columns at a time, which it transposes.
+// Eight neighbouring threads copy one row and read and write different banks. Of x, every eighth thread copies a line
+// of float32, where a line of int8 is too short for the copy engine: there a thread copies one piece of 16 bytes of
+// kCopies consecutive lines.
 template <class C>
 class Producer {
  public:
   using T = typename C::T;
-  static constexpr int kRows = 16 / sizeof(T);  // of k that a thread transposes
+  static constexpr int kRows = 16 / sizeof(T);  // of k that a thread transposes; columns of a piece as it comes
   static constexpr int kPieces = kLineBytes / 16;
   using Group = std::conditional_t<std::is_same_v<T, float>, uint4, uint32_t>;  // neighbouring columns of a row
-  static_assert(kRows * sizeof(Group) == C::kThreadBytes);
   static constexpr int kGroup = sizeof(Group) / sizeof(T);
   static constexpr int kStride = C::kProducerThreads / kPieces * kGroup;            // columns of all threads at a time
   static constexpr int kUnits = C::kColumns < kStride ? 1 : C::kColumns / kStride;  // of a thread and step
@@ -144,7 +141,7 @@ class Producer {
   __device__ void Run() {
     if (a_.steps == 0) return;
     kept_ = FindRow(0);
-    for (int list = 0; list * C::kListed < kAhead; ++list) List(list);
+    for (int list = 0; list * C::kListed <= kAhead; ++list) List(list);
     NamedBarrier(kBarrier, C::kProducerThreads);
     for (int step = 0; step < kAhead; ++step) CopyWeights(step);
     for (int step = 0; !copies_.Ended(); ++step) Produce(step);
@@ -153,7 +150,7 @@ class Producer {
 
  private:
   static constexpr int kBarrier = 1;
-  static constexpr int kAhead = C::kAhead;
+  static constexpr int kAhead = C::kScratches - 1;  // steps by which weights are copied ahead of their transposition
 
   __device__ Kept FindRow(int list) const {
     return kept_rows::FindKept<C>(a_, list * C::kListed + thread_ / C::kDepth, thread_ % C::kDepth);
@@ -168,7 +165,6 @@ class Producer {
   __device__ static int ListOf(int step) { return step % (C::kLists * C::kListed) * C::kDepth; }
 
   __device__ void Produce(int step) {
-    if ((step + kAhead) % C::kListed == 0) List((step + kAhead) / C::kListed);
     BarrierWait(shared_.Empty(at_.slot), at_.parity ^ 1);
     const uint32_t full = shared_.Full(at_.slot);
     if constexpr (std::is_same_v<T, float>) {
@@ -178,22 +174,27 @@ class Producer {
       BarrierArriveAfterCopies(full);
     }
     copies_.Next();
-    block::WaitForCopies<kAhead - 1>();  // those of this step's weights have landed
+    block::WaitForCopies<kAhead - 1>();
+    // The step's weights have landed, those of the step before are transposed, and the list of the next is whole.
+    NamedBarrier(kBarrier, C::kProducerThreads);
+    CopyWeights(step + kAhead);
+    if ((step + kAhead + 1) % C::kListed == 0) List((step + kAhead + 1) / C::kListed);
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) {
-      if (Inside()) Transpose(Scratch(step, i), i * kStride + column_);
+      const int column = i * kStride + column_;
+      if (C::kColumns >= kStride || column < C::kColumns) Transpose(step, column);
     }
     BarrierArrive(full);
     at_.Advance(C::kSlots);
-    NamedBarrier(kBarrier, C::kProducerThreads);  // the list of the step to be read is whole
-    CopyWeights(step + kAhead);
   }
 
-  // Whether this thread has columns of the tile.
-  __device__ bool Inside() const { return C::kColumns >= kStride || column_ < C::kColumns; }
-  // Where this thread keeps its weights of unit i of a step as they came, row after row.
-  __device__ uint32_t Scratch(int step, int i) const {
-    return shared_.Scratch() + ((step % kAhead * kUnits + i) * kRows * C::kProducerThreads + thread_) * sizeof(Group);
+  // Where columns from `column` on of a row of a step's weights are kept as they came: pieces of rows that are
+  // transposed by neighbouring threads are permuted, so that these read different banks.
+  __device__ uint32_t Scratch(int step, int row, int column) const {
+    constexpr int kRowPieces = C::kColumns / kRows, kPermuted = kRowPieces < kPieces ? kRowPieces : kPieces;
+    const int piece = column / kRows ^ row / kRows % kPermuted;
+    return shared_.Scratch() + step % C::kScratches * C::kWeightBytes +
+           (row * C::kColumns + column % kRows) * sizeof(T) + piece * 16;
   }
 
   // A line of x by every eighth thread. Tokens beyond the last are left as they are: nobody stores their results.
@@ -206,6 +207,7 @@ class Producer {
     const int32_t place = places[row];
     const uint32_t line = shared_.Inputs(at_.slot) + Shared<C>::RowOffset(row);
     if (place < 0) {
+#pragma unroll 4
       for (int i = 0; i < C::kRowBytes; i += 16) StoreShared16(line + i, uint4{});
       return BarrierArrive(full);
     }
@@ -240,29 +242,23 @@ class Producer {
 
   // A group of copies of its own.
   __device__ void CopyWeights(int step) {
-    if (!loads_.Ended() && Inside()) {
+    constexpr int kRowPieces = C::kColumns / kRows, kCopies = C::kDepth * kRowPieces / C::kProducerThreads;
+    static_assert(C::kDepth * kRowPieces % C::kProducerThreads == 0, "threads copy the same number of pieces");
+    if (!loads_.Ended()) {
       const Geometry& g = a_.geometry;
       const Position<C>& at = loads_.at();
-      const int32_t* const places = value_places_ + ListOf(step) + piece_ * kRows;
-      const T* const values = static_cast<const T*>(a_.values) + at.batch * block::ValuesPerBatch(g) +
-                              at.column % static_cast<int>(g.bn) + column_;
       const auto bn = static_cast<int32_t>(g.bn);
+      const int column = thread_ % kRowPieces * kRows;
+      const T* const values =
+          static_cast<const T*>(a_.values) + at.batch * block::ValuesPerBatch(g) + at.column % bn + column;
 #pragma unroll
-      for (int row = 0; row < kRows; row += 4) {
-        const int4 four = *reinterpret_cast<const int4*>(places + row);
-        const int32_t place[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          const T* const from = values + (place[k] >= 0 ? int64_t{place[k]} * bn : 0);
-#pragma unroll
-          for (int i = 0; i < kUnits; ++i) {
-            block::CopyAsync<sizeof(Group)>(Scratch(step, i) + (row + k) * C::kProducerThreads * sizeof(Group),
-                                            from + i * kStride, place[k] >= 0);
-          }
-        }
+      for (int i = 0; i < kCopies; ++i) {
+        const int row = i * (C::kProducerThreads / kRowPieces) + thread_ / kRowPieces;
+        const int32_t place = value_places_[ListOf(step) + row];
+        CopyAsync16(Scratch(step, row, column), values + (place >= 0 ? int64_t{place} * bn : 0), place >= 0 ? 16 : 0);
       }
+      loads_.Next();
     }
-    if (!loads_.Ended()) loads_.Next();
     block::CommitCopies();
   }
 
@@ -277,10 +273,10 @@ class Producer {
   }
 
   // `column`: the first of the group, of the tile.
-  __device__ void Transpose(uint32_t scratch, int column) const {
+  __device__ void Transpose(int step, int column) const {
     Group rows[kRows];
 #pragma unroll
-    for (int row = 0; row < kRows; ++row) Read(scratch + row * C::kProducerThreads * sizeof(Group), rows[row]);
+    for (int row = 0; row < kRows; ++row) Read(Scratch(step, piece_ * kRows + row, column), rows[row]);
     uint32_t lines[kGroup][4];  // of each column, 16 bytes of k
     if constexpr (std::is_same_v<T, float>) {
 #pragma unroll

@@ -2,17 +2,20 @@
 //
 //   dense[b, k, o] = the value of (k, o) where its unit is kept, 0 elsewhere
 //
-// Layouts. values [batch, windows, out_blocks, q, bk, bn], dense [batch, in_features, out_features], both as they lie
-// in
-//   memory. Quantised values may become a float dtype, exactly; otherwise bits are moved.
+// Layouts. values [batch, windows, out_blocks, q, bk, bn] and dense [batch, in_features, out_features] lie in this
+// order
+//   of axes. Quantised values may become a float dtype, exactly; otherwise bits are moved.
 // Everything here is bound by the bytes of dense, which are written once, and those of values and mask, read once.
+// A strip is a row tile (up to 32 rows of one window) of a batch entry; blocks walk strips with a stride of gridDim.y.
 //
-// ExpandRows: any pattern. A thread owns a row tile (up to 32 rows of one window) of kRun neighbouring columns of one
-//   column block, 16 bytes of dense, or of one column where sizes or addresses do not allow that.
-// ExpandColumns: element-wise patterns, whose columns have kept rows of their own. A warp owns a row tile of 128 bytes
-//   of columns: a lane reads the lists of the columns of its 4 bytes and scatters them to a tile of zeros in shared
-//   memory, its bank alone; then the warp writes the tile out, 16 bytes a lane.
-//   Shared memory: 8 warps x 32 rows x 128 bytes. A warp synchronises with itself alone.
+// ExpandRows: any pattern. A thread owns 8 rows of a strip and kRun neighbouring columns of one column block, 16 bytes
+//   of dense, or one column where sizes or addresses do not allow that.
+// ExpandColumns: element-wise patterns, whose columns have kept rows of their own. A warp owns a strip of 128 bytes of
+//   columns. A lane copies the lists of the columns of its 4 bytes to shared memory, its bank alone, and then walks the
+//   rows, to a list's next entry wherever the row's bit is set. Lanes do not see each other's lists.
+//   Shared memory: 8 warps x 32 entries x 128 bytes.
+#include <algorithm>
+
 #include "cuda/device.cuh"
 #include "cuda/kernels.h"
 #include "cuda/launch.h"
@@ -28,8 +31,20 @@ struct Arguments {
   const void* values;
   const uint32_t* mask;
   void* dense;
-  int64_t tiles;  // of a warp (ExpandColumns) or a thread (ExpandRows)
+  int32_t row_tiles, strips;
 };
+
+struct Strip {
+  int64_t window;  // counted over the batch, as those of values and mask are
+  int64_t row;     // of dense, too
+  int32_t first_row, rows;
+};
+
+__device__ __forceinline__ Strip StripAt(const Arguments& a, int32_t index) {
+  const int32_t batch = index / a.row_tiles;
+  const RowTile tile = RowTileAt(a.geometry, index - batch * a.row_tiles);
+  return {batch * a.geometry.windows + tile.window, batch * a.geometry.in_features + tile.k, tile.first_row, tile.rows};
+}
 
 template <class Out, class In>
 __device__ __forceinline__ Out Convert(In v) {
@@ -52,138 +67,211 @@ struct alignas(Vector<kRun * sizeof(T)>) Run {
   T v[kRun];
 };
 
+constexpr int kThreadRows = 8, kAcross = 64;
+
 template <class In, class Out, int kRun>
-__global__ void __launch_bounds__(256) ExpandRows(const __grid_constant__ Arguments a) {
-  constexpr int kInFlight = 8;
+__global__ void __launch_bounds__(kAcross* kMaskBits / kThreadRows) ExpandRows(const __grid_constant__ Arguments a) {
   const Geometry& g = a.geometry;
-  const auto row_tiles = static_cast<int32_t>(RowTiles(g));
-  const auto pieces = static_cast<int32_t>(g.out_features / kRun);
-  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < a.tiles; i += int64_t{gridDim.x} * blockDim.x) {
-    const int64_t strip = i / pieces;
-    const auto column = static_cast<int32_t>(i - strip * pieces) * kRun;
-    const int64_t batch = strip / row_tiles;
-    const RowTile tile = RowTileAt(g, static_cast<int32_t>(strip - batch * row_tiles));
-    const int64_t block = (batch * g.windows + tile.window) * g.out_blocks + column / g.bn;
-    const KeptRows kept = FindKeptRows(g, a.mask + block * g.mask_words, tile.first_row);
-    const In* values = static_cast<const In*>(a.values) + (block * g.q * g.bk + kept.first) * g.bn + column % g.bn;
-    Out* dense = static_cast<Out*>(a.dense) + (batch * g.in_features + tile.k) * g.out_features + column;
-    uint32_t bits = kept.bits;
-    for (int first = 0; first < tile.rows; first += kInFlight, bits >>= kInFlight) {
-      Run<In, kRun> in[kInFlight];
+  const auto out_features = static_cast<int32_t>(g.out_features);
+  const int32_t column = static_cast<int32_t>(blockIdx.x * kAcross + threadIdx.x) * kRun;
+  const int first = static_cast<int>(threadIdx.y) * kThreadRows;
+  if (column >= out_features) return;
+  const int32_t column_block = column / g.bn, in_block = column - column_block * g.bn;
+  for (int32_t index = blockIdx.y; index < a.strips; index += gridDim.y) {
+    const Strip strip = StripAt(a, index);
+    const int64_t block = strip.window * g.out_blocks + column_block;
+    const KeptRows kept = FindKeptRows(g, a.mask + block * g.mask_words, strip.first_row);
+    const int32_t before = kept.first + __popc(kept.bits & ((1u << first) - 1));
+    const In* values = static_cast<const In*>(a.values) + (block * (g.q * g.bk) + before) * g.bn + in_block;
+    Run<In, kRun> in[kThreadRows];
 #pragma unroll
-      for (int row = 0; row < kInFlight; ++row) {
-        in[row] = {};
-        if (bits >> row & 1) {
-          in[row] = *reinterpret_cast<const Run<In, kRun>*>(values);
-          values += g.bn;
-        }
+    for (int row = 0; row < kThreadRows; ++row) {
+      in[row] = {};
+      if (kept.bits >> (first + row) & 1) {
+        in[row] = *reinterpret_cast<const Run<In, kRun>*>(values);
+        values += g.bn;
       }
+    }
+    Out* dense = static_cast<Out*>(a.dense) + (strip.row + first) * out_features + column;
 #pragma unroll
-      for (int row = 0; row < kInFlight; ++row) {
-        if (first + row >= tile.rows) break;
-        Run<Out, kRun> out;
+    for (int row = 0; row < kThreadRows; ++row) {
+      if (first + row >= strip.rows) break;
+      Run<Out, kRun> out;
 #pragma unroll
-        for (int e = 0; e < kRun; ++e) out.v[e] = Convert<Out>(in[row].v[e]);
-        *reinterpret_cast<Run<Out, kRun>*>(dense) = out;
-        dense += g.out_features;
-      }
+      for (int e = 0; e < kRun; ++e) out.v[e] = Convert<Out>(in[row].v[e]);
+      *reinterpret_cast<Run<Out, kRun>*>(dense) = out;
+      dense += out_features;
     }
   }
 }
 
-constexpr int kRows = kMaskBits;
-constexpr int kLine = 128;  // bytes of a row of the tile, a bank for each lane
+constexpr int kLine = 128;  // bytes of dense in a row of a warp's strip, a bank for each lane
 constexpr int kWarps = 8;
 
-// kRun values are read at once: lists are multiples of them.
-template <class In, class Out, int kRun>
-__global__ void __launch_bounds__(kWarps* kWarpSize) ExpandColumns(const __grid_constant__ Arguments a) {
-  constexpr int kColumns = kLine / sizeof(Out), kLaneColumns = 4 / sizeof(Out);
-  constexpr int kPiece = kVectorBytes / sizeof(Out);
-  __shared__ __align__(kVectorBytes) uint8_t shared[kWarps][kRows * kLine];
-  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  uint8_t* const tile_of_warp = shared[warp];
-  uint4* const pieces = reinterpret_cast<uint4*>(tile_of_warp) + lane;
-#pragma unroll
-  for (int i = 0; i < kRows * kLine / kVectorBytes; i += kWarpSize) pieces[i] = uint4{};
+// An element of shared memory.
+template <class T>
+__device__ __forceinline__ T LoadElement(uint32_t address) {
+  uint32_t bits;
+  if constexpr (sizeof(T) == 4) {
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(bits) : "r"(address) : "memory");
+  } else if constexpr (sizeof(T) == 2) {
+    asm volatile("{ .reg .u16 h; ld.shared.u16 h, [%1]; cvt.u32.u16 %0, h; }" : "=r"(bits) : "r"(address) : "memory");
+  } else {
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(bits) : "r"(address) : "memory");
+  }
+  T v;
+  memcpy(&v, &bits, sizeof(v));
+  return v;
+}
+template <class T>
+__device__ __forceinline__ void StoreElement(uint32_t address, T v) {
+  uint32_t bits = 0;
+  memcpy(&bits, &v, sizeof(v));
+  if constexpr (sizeof(T) == 4) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(bits) : "memory");
+  } else if constexpr (sizeof(T) == 2) {
+    asm volatile("{ .reg .u16 h; cvt.u16.u32 h, %1; st.shared.u16 [%0], h; }" ::"r"(address), "r"(bits) : "memory");
+  } else {
+    asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(bits) : "memory");
+  }
+}
 
-  const Geometry& g = a.geometry;
-  const auto row_tiles = static_cast<int32_t>(RowTiles(g));
-  const auto column_tiles = static_cast<int32_t>(CeilDiv(g.out_features, kColumns));
-  const bool whole_pieces = g.out_features % kPiece == 0 && reinterpret_cast<uintptr_t>(a.dense) % kVectorBytes == 0;
-  for (int64_t i = int64_t{blockIdx.x} * kWarps + warp; i < a.tiles; i += int64_t{gridDim.x} * kWarps) {
-    const int64_t strip = i / column_tiles;
-    const int64_t first_column = (i - strip * column_tiles) * kColumns;
-    const int64_t batch = strip / row_tiles;
-    const RowTile tile = RowTileAt(g, static_cast<int32_t>(strip - batch * row_tiles));
-    __syncwarp();  // zeros are in place
+// The columns of a lane in one strip.
+template <class In, class Out>
+class LaneColumns {
+ public:
+  static constexpr int kColumns = 4 / sizeof(Out);
+
+  // `lists`: this lane's four bytes of the first line in shared memory.
+  __device__ LaneColumns(const Arguments& a, const Geometry& g, const Strip& strip, int first_row, int32_t column,
+                         uint32_t lists)
+      : lists_(lists) {
+    const auto last = static_cast<int32_t>(g.out_features) - 1;
 #pragma unroll
-    for (int c = 0; c < kLaneColumns; ++c) {
-      const int64_t column = first_column + lane * kLaneColumns + c;
-      if (column >= g.out_features) continue;
-      const int64_t block = (batch * g.windows + tile.window) * g.out_features + column;
-      const KeptRows kept = FindKeptRows(g, a.mask + block * g.mask_words, tile.first_row);
-      const In* const values = static_cast<const In*>(a.values) + block * g.q + kept.first;
-      Out* const lane_column = reinterpret_cast<Out*>(tile_of_warp + lane * 4) + c;
-      uint32_t bits = kept.bits;
-      const int count = __popc(bits);
-      for (int first = 0; first < count; first += kRun) {
-        const auto run = *reinterpret_cast<const Run<In, kRun>*>(values + first);
+    for (int c = 0; c < kColumns; ++c) {
+      const int64_t block = strip.window * g.out_features + min(column + c, last);
+      const KeptRows kept = FindKeptRows(g, a.mask + block * g.mask_words, first_row);
+      bits_[c] = kept.bits;
+      values_[c] = static_cast<const In*>(a.values) + block * g.q + kept.first;
+    }
+  }
+
+  // The lists to shared memory, of `count` values each, a multiple of kRun.
+  template <int kRun>
+  __device__ void CopyRuns(int count) const {
+    for (int first = 0; first < count; first += kRun) {
+      Run<In, kRun> runs[kColumns];
 #pragma unroll
-        for (int e = 0; e < kRun; ++e) {
-          if (bits == 0) break;
-          lane_column[(__ffs(bits) - 1) * (kLine / sizeof(Out))] = Convert<Out>(run.v[e]);
-          bits &= bits - 1;
-        }
+      for (int c = 0; c < kColumns; ++c) runs[c] = *reinterpret_cast<const Run<In, kRun>*>(values_[c] + first);
+#pragma unroll
+      for (int e = 0; e < kRun; ++e) {
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) StoreElement(Entry(first + e, c), Convert<Out>(runs[c].v[e]));
       }
     }
-    __syncwarp();
-    Out* const dense = static_cast<Out*>(a.dense) + (batch * g.in_features + tile.k) * g.out_features + first_column;
-    const int column = lane % (kLine / kVectorBytes) * kPiece;
-    const auto columns = static_cast<int>(min(int64_t{kColumns}, g.out_features - first_column));
+  }
+
+  // The same, of as many values as are kept.
+  __device__ void CopyKept() const {
 #pragma unroll
-    for (int i = 0; i < kRows * kLine / kVectorBytes; i += kWarpSize) {
-      const int row = (i + lane) / (kLine / kVectorBytes);
-      const auto piece = reinterpret_cast<const Run<Out, kPiece>&>(pieces[i]);
-      pieces[i] = uint4{};
-      if (row >= tile.rows) continue;
-      Out* const to = dense + row * g.out_features + column;
-      if (whole_pieces) {
-        if (column < columns) *reinterpret_cast<Run<Out, kPiece>*>(to) = piece;
-      } else {
+    for (int c = 0; c < kColumns; ++c) {
+      const int count = __popc(bits_[c]);
+#pragma unroll 4
+      for (int i = 0; i < count; ++i) StoreElement(Entry(i, c), Convert<Out>(values_[c][i]));
+    }
+  }
+
+  // The rows, in turn, as 4 bytes each: store(row, run).
+  template <class Store>
+  __device__ void Walk(Store&& store) const {
+    uint32_t next[kColumns];
 #pragma unroll
-        for (int e = 0; e < kPiece; ++e) {
-          if (column + e < columns) to[e] = piece.v[e];
+    for (int c = 0; c < kColumns; ++c) next[c] = Entry(0, c);
+#pragma unroll
+    for (int row = 0; row < kMaskBits; ++row) {
+      Run<Out, kColumns> run{};
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        if (bits_[c] & 1u << row) {
+          run.v[c] = LoadElement<Out>(next[c]);
+          next[c] += kLine;
         }
       }
+      store(row, run);
+    }
+  }
+
+ private:
+  __device__ uint32_t Entry(int i, int c) const { return lists_ + i * kLine + c * sizeof(Out); }
+
+  const uint32_t lists_;
+  uint32_t bits_[kColumns];
+  const In* values_[kColumns];
+};
+
+// kRun values are read at once: lists are multiples of them, of one mask word.
+template <class In, class Out, int kRun>
+__global__ void __launch_bounds__(kWarps* kWarpSize, 6) ExpandColumns(const __grid_constant__ Arguments a) {
+  constexpr int kColumns = kLine / sizeof(Out), kLaneColumns = 4 / sizeof(Out);
+  __shared__ __align__(16) uint8_t shared[kWarps][kMaskBits][kLine];
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  const auto lists = static_cast<uint32_t>(__cvta_generic_to_shared(shared[warp])) + lane * 4;
+
+  Geometry g = a.geometry;
+  g.bk = 1;
+  if constexpr (kRun > 1) g.mask_words = 1;
+  const auto out_features = static_cast<int32_t>(g.out_features);
+  const int32_t column = (static_cast<int32_t>(blockIdx.x) * kWarps + warp) * kColumns + lane * kLaneColumns;
+  const bool whole = out_features % kLaneColumns == 0 && reinterpret_cast<uintptr_t>(a.dense) % 4 == 0;
+  if (column >= out_features) return;
+  for (int32_t index = blockIdx.y; index < a.strips; index += gridDim.y) {
+    const Strip strip = StripAt(a, index);
+    const LaneColumns<In, Out> columns(a, g, strip, kRun > 1 ? 0 : strip.first_row, column, lists);
+    if constexpr (kRun > 1) {
+      columns.template CopyRuns<kRun>(g.q);
+    } else {
+      columns.CopyKept();
+    }
+    Out* to = static_cast<Out*>(a.dense) + strip.row * out_features + column;
+    if (whole) {
+      columns.Walk([&](int row, const Run<Out, kLaneColumns>& run) {
+        if (row < strip.rows) *reinterpret_cast<Run<Out, kLaneColumns>*>(to) = run;
+        to += out_features;
+      });
+    } else {
+      columns.Walk([&](int row, const Run<Out, kLaneColumns>& run) {
+#pragma unroll
+        for (int c = 0; c < kLaneColumns; ++c) {
+          if (row < strip.rows && column + c < out_features) to[c] = run.v[c];
+        }
+        to += out_features;
+      });
     }
   }
 }
 
+// `across`: columns of a block of threads.
 template <class Kernel>
-cudaError_t LaunchTiles(Kernel* kernel, Arguments a, int64_t tiles, int tiles_per_block, int threads,
-                        cudaStream_t stream) {
-  a.tiles = tiles;
-  kernel<<<GridSize(CeilDiv(tiles, tiles_per_block)), threads, 0, stream>>>(a);
+cudaError_t LaunchStrips(Kernel* kernel, const Arguments& a, int across, dim3 threads, cudaStream_t stream) {
+  const dim3 grid(GridSize(CeilDiv(a.geometry.out_features, across)),
+                  static_cast<unsigned>(std::min<int64_t>(a.strips, kMaxGridYz)));
+  kernel<<<grid, threads, 0, stream>>>(a);
   return cudaGetLastError();
 }
 
 template <class In, class Out>
 cudaError_t Launch(const Arguments& a, cudaStream_t stream) {
   const Geometry& g = a.geometry;
-  const int64_t strips = g.batch * RowTiles(g);
   if (g.bk == 1 && g.bn == 1) {
     constexpr int kRun = kVectorBytes / sizeof(In);
-    const int64_t tiles = strips * CeilDiv(g.out_features, kLine / sizeof(Out));
-    // A list begins at a run, and so does the part of it in each row tile where that is all of it.
     const bool runs = g.q % kRun == 0 && g.mask_words == 1 && IsAligned(a.values);
-    return LaunchTiles(runs ? ExpandColumns<In, Out, kRun> : ExpandColumns<In, Out, 1>, a, tiles, kWarps,
-                       kWarps * kWarpSize, stream);
+    return LaunchStrips(runs ? ExpandColumns<In, Out, kRun> : ExpandColumns<In, Out, 1>, a,
+                        kWarps * kLine / sizeof(Out), kWarps * kWarpSize, stream);
   }
-  constexpr int kRun = kVectorBytes / sizeof(Out), kThreads = 256;
+  constexpr int kRun = kVectorBytes / sizeof(Out);
   const bool runs = g.bn % kRun == 0 && g.out_features % kRun == 0 && IsAligned(a.values) && IsAligned(a.dense);
-  return LaunchTiles(runs ? ExpandRows<In, Out, kRun> : ExpandRows<In, Out, 1>, a,
-                     strips * (g.out_features / (runs ? kRun : 1)), kThreads, kThreads, stream);
+  return LaunchStrips(runs ? ExpandRows<In, Out, kRun> : ExpandRows<In, Out, 1>, a, kAcross * (runs ? kRun : 1),
+                      dim3(kAcross, kMaskBits / kThreadRows), stream);
 }
 
 }  // namespace
@@ -192,8 +280,14 @@ cudaError_t Launch(const Arguments& a, cudaStream_t stream) {
 cudaError_t Expand(const Problem& problem, cudaStream_t stream) {
   const Geometry& g = problem.geometry;
   if (g.batch == 0 || g.in_features == 0 || g.out_features == 0) return cudaSuccess;
-  if (RowTiles(g) > INT32_MAX || g.out_features > INT32_MAX) return cudaErrorNotSupported;
-  const expand::Arguments a{g, problem.values.data, problem.mask, problem.result.data, 0};
+  // A thread's column is counted in 32 bits, those of the last block beyond out_features too.
+  if (g.batch * RowTiles(g) > INT32_MAX || g.out_features > INT32_MAX - 65536) return cudaErrorNotSupported;
+  const expand::Arguments a{g,
+                            problem.values.data,
+                            problem.mask,
+                            problem.result.data,
+                            static_cast<int32_t>(RowTiles(g)),
+                            static_cast<int32_t>(g.batch * RowTiles(g))};
   const DType from = problem.values.dtype, to = problem.result.dtype;
   if (from == to) {
     switch (to) {
