@@ -8,8 +8,9 @@
 // Everything here is bound by the bytes of dense, which are written once, and those of values and mask, read once.
 // A strip is a row tile (up to 32 rows of one window) of a batch entry; blocks walk strips with a stride of gridDim.y.
 //
-// ExpandRows: any pattern. A thread owns 8 rows of a strip and kRun neighbouring columns of one column block, 16 bytes
-//   of dense, or one column where sizes or addresses do not allow that.
+// ExpandRows: any pattern. A thread owns 8 rows of a strip and kRun neighbouring columns of one column block: 16 bytes
+// of
+//   dense, or four columns, or one, as sizes and addresses allow.
 // ExpandColumns: element-wise patterns, whose columns have kept rows of their own. A warp owns a strip of 128 bytes of
 //   columns. A lane copies the lists of the columns of its 4 bytes to shared memory, its bank alone, and then walks the
 //   rows, to a list's next entry wherever the row's bit is set. Lanes do not see each other's lists.
@@ -268,10 +269,17 @@ cudaError_t Launch(const Arguments& a, cudaStream_t stream) {
     return LaunchStrips(runs ? ExpandColumns<In, Out, kRun> : ExpandColumns<In, Out, 1>, a,
                         kWarps * kLine / sizeof(Out), kWarps * kWarpSize, stream);
   }
+  const auto launch = [&](auto run) {
+    constexpr int kRun = decltype(run)::value;
+    return LaunchStrips(ExpandRows<In, Out, kRun>, a, kAcross * kRun, dim3(kAcross, kMaskBits / kThreadRows), stream);
+  };
+  const auto allows = [&](int run) { return g.bn % run == 0 && g.out_features % run == 0; };
   constexpr int kRun = kVectorBytes / sizeof(Out);
-  const bool runs = g.bn % kRun == 0 && g.out_features % kRun == 0 && IsAligned(a.values) && IsAligned(a.dense);
-  return LaunchStrips(runs ? ExpandRows<In, Out, kRun> : ExpandRows<In, Out, 1>, a, kAcross * (runs ? kRun : 1),
-                      dim3(kAcross, kMaskBits / kThreadRows), stream);
+  if (IsAligned(a.values) && IsAligned(a.dense)) {
+    if (allows(kRun)) return launch(std::integral_constant<int, kRun>());
+    if (allows(4)) return launch(std::integral_constant<int, 4>());
+  }
+  return launch(std::integral_constant<int, 1>());
 }
 
 }  // namespace

@@ -184,7 +184,7 @@ def _expanding(call: Call, platform: str, point: tuning.Measurement, names: tupl
     """Times at a point of those that expand the weight and multiply as a dense product does."""
     if "dense" not in point.times_us:
         return {}
-    itemsize = reference.operand_dtype(call.x_dtype, call.values_dtype).itemsize
+    itemsize = max(2, reference.operand_dtype(call.x_dtype, call.values_dtype).itemsize)
     dense_bytes = point.in_features * point.out_features * itemsize
     expansion = functools.partial(tuning.expansion_us, platform, pattern=point.pattern, dense_bytes=dense_bytes)
     times = {name: point.times_us["dense"] + expansion(name) for name in ("dense", "expand") if name in names}

@@ -92,7 +92,7 @@ def expansion_us(platform: str, name: str, pattern: NMPattern, dense_bytes: int)
       platform: "cpu" or "cuda".
       name: "dense", where XLA expands, or "expand", where a kernel does.
       pattern: Of the weight.
-      dense_bytes: What its dense form takes.
+      dense_bytes: What its dense form takes; narrow elements, which take as long to place, count two bytes each.
     """
     rates = _file().get(platform, {}).get("expansion", {}).get(name)
     if rates is None:

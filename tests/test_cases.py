@@ -103,7 +103,7 @@ def test_the_automatic_choice_is_the_fastest_measured(platform):
         times = {name: t for name, t in point.times_us.items() if name in kernels | plain}
         for name in ("dense", "expand"):  # in every call the weight is made dense first
             if name in kernels | plain and "dense" in point.times_us:
-                itemsize = reference.operand_dtype(call.x_dtype, call.values_dtype).itemsize
+                itemsize = max(2, reference.operand_dtype(call.x_dtype, call.values_dtype).itemsize)
                 dense_bytes = point.in_features * point.out_features * itemsize
                 expansion = tuning.expansion_us(platform, name, point.pattern, dense_bytes)
                 times[name] = point.times_us["dense"] + expansion
