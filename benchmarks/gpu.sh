@@ -24,8 +24,11 @@ wants() { [[ " $STEPS " == *" $1 "* ]]; }
 
 if wants build; then
   cmake -S . -B build/gpu -G Ninja -DPython_EXECUTABLE="$("$PYTHON" -c 'import sys; print(sys.executable)')" \
-    -DJAX_NMSPARSE_CUDA=ON -DJAX_NMSPARSE_CUDA_LINEINFO=ON >build-gpu.log || { cat build-gpu.log; exit 1; }
-  cmake --build build/gpu >>build-gpu.log || { tail -n 50 build-gpu.log; exit 1; }
+    -DJAX_NMSPARSE_CUDA=ON -DJAX_NMSPARSE_CUDA_LINEINFO=ON -DCMAKE_CUDA_FLAGS=--threads=2 >build-gpu.log ||
+    { cat build-gpu.log; exit 1; }
+  targets=(all)
+  if wants sanitize; then targets+=(cuda_check); fi
+  cmake --build build/gpu --target "${targets[@]}" >>build-gpu.log || { tail -n 50 build-gpu.log; exit 1; }
   cmake --install build/gpu --prefix . >>build-gpu.log
   rm build-gpu.log
 fi
