@@ -189,20 +189,38 @@ inline ffi::ErrorOr<Problem> SddmmProblem(const ffi::AnyBuffer& x, const ffi::An
   return problem;
 }
 
-inline ffi::ErrorOr<Problem> ExpandProblem(const ffi::AnyBuffer& values, const ffi::AnyBuffer& mask,
-                                           const ffi::AnyBuffer& dense, const ffi::Span<const int64_t>& pattern) {
-  Checker check("expand");
+// A weight beside its dense form, [batch, in_features, out_features].
+inline Problem CheckDense(Checker& check, const ffi::AnyBuffer& values, const ffi::AnyBuffer& mask,
+                          const ffi::AnyBuffer& dense, const ffi::Span<const int64_t>& pattern) {
   Problem problem;
   check.Rank("dense", dense, 3);
-  if (!check.ok()) return ffi::Unexpected(check.error());
+  if (!check.ok()) return problem;
   auto d = dense.dimensions();
   problem.geometry.batch = d[0];
   problem.geometry.in_features = d[1];
   problem.geometry.out_features = d[2];
   CheckStorage(check, problem, values, mask, pattern, "dense's batch");
+  return problem;
+}
+
+inline ffi::ErrorOr<Problem> ExpandProblem(const ffi::AnyBuffer& values, const ffi::AnyBuffer& mask,
+                                           const ffi::AnyBuffer& dense, const ffi::Span<const int64_t>& pattern) {
+  Checker check("expand");
+  Problem problem = CheckDense(check, values, mask, dense, pattern);
   problem.values = check.Input("values", values);
   problem.result = {const_cast<void*>(dense.untyped_data()), check.Type("dense", dense)};
   problem.kernel = "expand";
+  if (!check.ok()) return ffi::Unexpected(check.error());
+  return problem;
+}
+
+inline ffi::ErrorOr<Problem> CompressProblem(const ffi::AnyBuffer& dense, const ffi::AnyBuffer& mask,
+                                             const ffi::AnyBuffer& values, const ffi::Span<const int64_t>& pattern) {
+  Checker check("compress");
+  Problem problem = CheckDense(check, values, mask, dense, pattern);
+  problem.g = check.Input("dense", dense);
+  problem.result = {const_cast<void*>(values.untyped_data()), check.Type("values", values)};
+  problem.kernel = "compress";
   if (!check.ok()) return ffi::Unexpected(check.error());
   return problem;
 }

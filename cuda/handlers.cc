@@ -166,7 +166,28 @@ ffi::Error ExpandWeight(cudaStream_t stream, ffi::AnyBuffer values, ffi::AnyBuff
   return Launched("expand", *problem, Expand(*problem, stream));
 }
 
+ffi::Error CompressDense(cudaStream_t stream, ffi::AnyBuffer dense, ffi::AnyBuffer mask,
+                         ffi::Result<ffi::AnyBuffer> values, ffi::Span<const int64_t> pattern) {
+  const ffi::ErrorOr<Problem> problem = CompressProblem(dense, mask, *values, pattern);
+  if (!problem.has_value()) return problem.error();
+  const DType from = problem->g.dtype, to = problem->result.dtype;
+  if (from != to || !IsFloat(to)) {
+    return ffi::Error::InvalidArgument(std::string("compress: got dense ") + Name(from) + " and values " + Name(to) +
+                                       ", expected one of float32, bfloat16 and float16 for both");
+  }
+  return Launched("compress", *problem, Compress(*problem, stream));
+}
+
 }  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaCompressHandler, CompressDense,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()  // dense
+                                  .Arg<ffi::AnyBuffer>()  // mask
+                                  .Ret<ffi::AnyBuffer>()  // values
+                                  .Attr<ffi::Span<const int64_t>>("pattern"),
+                              {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaExpandHandler, ExpandWeight,
                               ffi::Ffi::Bind()

@@ -9,6 +9,7 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(CudaSpmmHandler);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(CudaSpmmTHandler);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(CudaSddmmHandler);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(CudaExpandHandler);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(CudaCompressHandler);
 
 }  // namespace nmsparse::cuda
 

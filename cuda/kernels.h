@@ -78,8 +78,10 @@ cudaError_t EwSparse24(const Problem& problem, cudaStream_t stream);
 cudaError_t EwWgmmaSparse24(const Problem& problem, cudaStream_t stream);
 cudaError_t EwWgmma(const Problem& problem, cudaStream_t stream);
 
-// expand.cu: the weight as a dense matrix [batch, in_features, out_features], every pattern; for products of XLA.
+// Around products of XLA, every pattern. expand.cu: the weight as a dense matrix [batch, in_features, out_features].
+// compress.cu: the kept units of such a matrix, problem.g.
 cudaError_t Expand(const Problem& problem, cudaStream_t stream);
+cudaError_t Compress(const Problem& problem, cudaStream_t stream);
 
 inline constexpr Kernel kSpmmKernels[] = {
     {"simple", SimpleSpmm},

@@ -15,6 +15,7 @@ nb::dict Registrations() {
   targets["nms_cuda_spmm_t"] = Capsule(nmsparse::cuda::CudaSpmmTHandler);
   targets["nms_cuda_sddmm"] = Capsule(nmsparse::cuda::CudaSddmmHandler);
   targets["nms_cuda_expand"] = Capsule(nmsparse::cuda::CudaExpandHandler);
+  targets["nms_cuda_compress"] = Capsule(nmsparse::cuda::CudaCompressHandler);
   return targets;
 }
 

@@ -11,7 +11,7 @@ import jax
 from jax import export as jax_export
 
 from jax_nmsparse import dispatch, native
-from jax_nmsparse.lowering import EXPAND_TARGET, target_name
+from jax_nmsparse.lowering import COMPRESS_TARGET, EXPAND_TARGET, target_name
 
 _OPS = ("spmm", "spmm_t", "sddmm")
 _PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
@@ -35,7 +35,7 @@ def disabled_checks() -> list[jax_export.DisabledSafetyCheck]:
       (2, 8)
     """
     targets = [target_name(op, name) for name in native.MODULES for op in _OPS]
-    return [jax_export.DisabledSafetyCheck.custom_call(target) for target in (*targets, EXPAND_TARGET)]
+    return [jax_export.DisabledSafetyCheck.custom_call(target) for target in (*targets, EXPAND_TARGET, COMPRESS_TARGET)]
 
 
 def export(

@@ -31,8 +31,8 @@ class Choice:
 
     @property
     def multiplies(self) -> Kernel | None:
-        """The kernel, where it gives the product: XLA multiplies what a kernel expands."""
-        return None if self.kernel is None or self.kernel.expands else self.kernel
+        """The kernel, where it gives the product itself and XLA does not."""
+        return None if self.kernel is None or self.kernel.by_xla else self.kernel
 
 
 _ONLY: contextvars.ContextVar[str | None] = contextvars.ContextVar("only_kernel", default=None)
@@ -180,17 +180,17 @@ def _bound(times: dict[str, float], names: tuple[str, ...], points: list[tuning.
             times[name] = min(bounds)
 
 
-def _expanding(call: Call, platform: str, point: tuning.Measurement, names: tuple[str, ...]) -> dict[str, float]:
-    """Times at a point of those that expand the weight and multiply as a dense product does."""
+def _around_dense(call: Call, platform: str, point: tuning.Measurement, names: tuple[str, ...]) -> dict[str, float]:
+    """Times at a point of those around a dense product, which expand the weight or keep units of its gradient."""
     if "dense" not in point.times_us:
         return {}
     itemsize = max(2, reference.operand_dtype(call.x_dtype, call.values_dtype).itemsize)
     dense_bytes = point.in_features * point.out_features * itemsize
     expansion = functools.partial(tuning.expansion_us, platform, pattern=point.pattern, dense_bytes=dense_bytes)
-    times = {name: point.times_us["dense"] + expansion(name) for name in ("dense", "expand") if name in names}
-    if "expand" in times and "expand" in point.times_us:  # measured as a whole
-        times["expand"] = point.times_us["expand"]
-    return times
+    around = [name for name in names if name in ("dense", "expand", "compress")]
+    times = {name: point.times_us["dense"] + expansion(name) for name in around}
+    # Those of the kernels may have been measured as a whole.
+    return {**times, **{name: point.times_us[name] for name in times.keys() & point.times_us.keys() - {"dense"}}}
 
 
 def _fastest(call: Call, implementation: str, names: tuple[str, ...]) -> tuple[str | None, str]:
@@ -212,7 +212,7 @@ def _fastest(call: Call, implementation: str, names: tuple[str, ...]) -> tuple[s
         if call.tokens < _FEW_TOKENS:
             for name in times.keys() & _FEATURE_MAJOR:
                 times[name] += _TRANSPOSES_US
-        times.update(_expanding(call, implementation, point, names))
+        times.update(_around_dense(call, implementation, point, names))
         if "xla" in names and call.op != "spmm" and call.tokens >= _MANY_TOKENS and "dense" in point.times_us:
             times.setdefault("xla", _PIECEWISE * point.times_us["dense"])
         if times:

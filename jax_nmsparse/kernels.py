@@ -83,7 +83,8 @@ class Kernel:
       feature_major: Whether it takes x and g and gives y and dx with features before tokens in memory; XLA transposes
         where its neighbours do not. Values and their gradient have one order for all kernels.
       capability: The only compute capability that it has code for, or None.
-      expands: Whether it gives the dense weight, for XLA to multiply: all of it for spmm, pieces for spmm_t.
+      by_xla: Whether XLA multiplies: the kernel gives the dense weight (all of it for spmm, pieces for spmm_t), or
+        takes the kept units of a dense gradient, piece by piece.
     """
 
     name: str
@@ -94,7 +95,7 @@ class Kernel:
     workspace: Callable[[Call], int] = lambda call: 0
     feature_major: bool = False
     capability: str | None = None
-    expands: bool = False
+    by_xla: bool = False
 
 
 _FLOATS = ("float32", "bfloat16", "float16")
@@ -138,7 +139,8 @@ def _simple(call: Call) -> str | None:
     return _dtypes(call, _SAME | _INT8_BY_INT8 | _FLOAT8_BY_FLOAT8 | _WEIGHT_ONLY)
 
 
-def _expand(call: Call) -> str | None:
+def _around_dense(call: Call) -> str | None:
+    """What the kernels ask around which XLA multiplies."""
     reason = "its sizes do not fit 32 bits" if max(call.layout.padded_in, call.layout.padded_out) >= 2**31 else None
     return reason or _simple(call)
 
@@ -441,8 +443,16 @@ KERNELS: tuple[Kernel, ...] = (
         "cuda",
         ("spmm", "spmm_t"),
         "expands the weight to a dense one, which XLA multiplies, many tokens",
-        _expand,
-        expands=True,
+        _around_dense,
+        by_xla=True,
+    ),
+    Kernel(
+        "compress",
+        "cuda",
+        ("sddmm",),
+        "keeps the units of XLA's dense gradient, many tokens",
+        _around_dense,
+        by_xla=True,
     ),
 )
 """Every native kernel, the most specialised first."""

@@ -30,8 +30,8 @@ def target_name(op: str, implementation: str) -> str:
     return f"nms_{implementation}_{op}"
 
 
-EXPAND_TARGET = target_name("expand", "cuda")
-"""That of the kernel that expands a weight."""
+EXPAND_TARGET, COMPRESS_TARGET = target_name("expand", "cuda"), target_name("compress", "cuda")
+"""Those of the kernels around XLA's products."""
 
 
 @functools.cache
@@ -91,13 +91,21 @@ def _expand(values, mask, layout: Layout, dtype) -> jax.Array:
     return call(values.ravel(), mask, pattern=_pattern(layout))
 
 
+def _compress(dense, mask, layout: Layout) -> jax.Array:
+    """`reference.Compress` by a native kernel."""
+    shape = (dense.shape[0], *layout.values_shape)
+    call = jax.ffi.ffi_call(COMPRESS_TARGET, jax.ShapeDtypeStruct((math.prod(shape),), dense.dtype))
+    return call(dense, mask, pattern=_pattern(layout)).reshape(shape)
+
+
 def _plain(op: str, choice: Choice, params):
     """The function of x (or g), values and mask, or of x, g and mask, where XLA multiplies."""
     static = {name: params[name] for name in ("layout", "dtype", "precision")}
     if choice.kernel is None:
         return functools.partial(getattr(reference, f"dense_{op}" if choice.name == "dense" else op), **static)
-    function = {"spmm": reference.dense_spmm, "spmm_t": reference.spmm_t}[op]
-    return functools.partial(function, **static, expand=_expand)
+    if op == "sddmm":
+        return functools.partial(reference.sddmm, **static, compress=_compress)
+    return functools.partial({"spmm": reference.dense_spmm, "spmm_t": reference.spmm_t}[op], **static, expand=_expand)
 
 
 def _native(op: str, kernel: Kernel, call: Call, activation: str | None):

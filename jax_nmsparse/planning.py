@@ -223,7 +223,7 @@ def expected_us(call: Call, name: str, platform: str, ceilings: Ceilings) -> flo
     weight that is dense already.
     """
     layout = call.layout
-    if name == "expand":
+    if name in ("expand", "compress"):
         dense = expected_us(call, "dense", platform, ceilings)
         expansion = tuning.expansion_us(platform, name, layout.pattern, cost(call, ceilings).dense_bytes)
         return None if dense is None else dense + expansion

@@ -8,7 +8,8 @@ All functions take canonical operands, always with one batch axis:
 
 A weight is expanded a few windows at a time, so temporary memory is bounded by ``temporary_bytes`` whatever
 in_features is, and no dense [in_features, out_features] buffer exists. The ``dense_*`` functions do expand all of it:
-they are the "dense" implementation. Where a function takes `expand`, that makes the dense form of a weight (`Expand`).
+they are the "dense" implementation. Where a function takes `expand` or `compress`, that makes the dense form of a
+weight or takes the kept units of a dense matrix (`Expand`, `Compress`).
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 Expand = Callable[[jax.Array, jax.Array, Layout, jnp.dtype], jax.Array]
 """(values, mask, layout, dtype) -> the weight as a dense [batch, in_features, out_features] of that dtype."""
+Compress = Callable[[jax.Array, jax.Array, Layout], jax.Array]
+"""(dense [batch, in_features, out_features], mask, layout) -> the kept units, as values."""
 
 
 def accumulator_dtype(x_dtype, values_dtype) -> jnp.dtype:
@@ -89,6 +92,11 @@ def _sub_layout(layout: Layout, windows: int) -> Layout:
 def _expand(values, mask, layout: Layout, dtype) -> jax.Array:
     """The weight as a dense [batch, in_features, out_features]."""
     return layout_lib.from_units(layout_lib.expand(values, mask, layout).astype(dtype), layout)
+
+
+def _compress(dense, mask, layout: Layout) -> jax.Array:
+    """The kept units of a dense [batch, in_features, out_features]."""
+    return layout_lib.compress(layout_lib.to_units(dense, layout), mask, layout)
 
 
 def _dense_windows(values, mask, start, size: int, layout: Layout, dtype, expand: Expand = _expand) -> jax.Array:
@@ -168,7 +176,7 @@ def spmm_t(g, values, mask, *, layout: Layout, dtype, precision=None, expand: Ex
     return dx[..., : layout.in_features]
 
 
-def sddmm(x, g, mask, *, layout: Layout, dtype, precision=None) -> jax.Array:
+def sddmm(x, g, mask, *, layout: Layout, dtype, precision=None, compress: Compress = _compress) -> jax.Array:
     """dvalues = xᵀ g at the kept units: [batch, windows, out_blocks, q, bk, bn]."""
     accumulator, operand = accumulator_dtype(x.dtype, g.dtype), operand_dtype(x.dtype, g.dtype)
     x = _pad_axis(x.astype(operand), 2, layout.padded_in)
@@ -176,9 +184,8 @@ def sddmm(x, g, mask, *, layout: Layout, dtype, precision=None) -> jax.Array:
     size, count, rest = _chunks(layout)
 
     def part(start, size):
-        product = _dot(_rows(x, start, size, layout), g, (1, 1), accumulator, precision).astype(dtype)
-        sub = _sub_layout(layout, size)
-        return layout_lib.compress(layout_lib.to_units(product, sub), _windows(mask, start, size), sub)
+        product = _rounded_dot(_rows(x, start, size, layout), g, (1, 1), accumulator, precision, dtype)
+        return compress(product, _windows(mask, start, size), _sub_layout(layout, size))
 
     def write(i, dv):
         return lax.dynamic_update_slice_in_dim(dv, part(i * size, size), i * size, axis=1)
@@ -207,5 +214,5 @@ def dense_spmm_t(g, values, mask, *, layout: Layout, dtype, precision=None) -> j
 def dense_sddmm(x, g, mask, *, layout: Layout, dtype, precision=None) -> jax.Array:
     """`sddmm` through the whole dense gradient."""
     accumulator, operand = accumulator_dtype(x.dtype, g.dtype), operand_dtype(x.dtype, g.dtype)
-    product = _dot(x.astype(operand), g.astype(operand), (1, 1), accumulator, precision).astype(dtype)
-    return layout_lib.compress(layout_lib.to_units(product, layout), mask, layout)
+    product = _rounded_dot(x.astype(operand), g.astype(operand), (1, 1), accumulator, precision, dtype)
+    return _compress(product, mask, layout)

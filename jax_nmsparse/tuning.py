@@ -83,14 +83,14 @@ def forget() -> None:
 
 
 def expansion_us(platform: str, name: str, pattern: NMPattern, dense_bytes: int) -> float:
-    """Time in which a weight is expanded, by the rates that were measured; 0 without them.
+    """Time in which a weight is expanded or compressed, by the rates that were measured; 0 without them.
 
-    "dense" and kernel "expand" do so in every call, while the times of "dense" in the table are those of a weight that
-    is dense already.
+    "dense" and kernels "expand" and "compress" do so in every call, while the times of "dense" in the table are those
+    of a weight and a gradient that are dense already.
 
     Args:
       platform: "cpu" or "cuda".
-      name: "dense", where XLA expands, or "expand", where a kernel does.
+      name: "dense", where XLA expands, or that of a kernel.
       pattern: Of the weight.
       dense_bytes: What its dense form takes; narrow elements, which take as long to place, count two bytes each.
     """

@@ -101,7 +101,7 @@ def test_the_automatic_choice_is_the_fastest_measured(platform):
         }
         plain = {"dense", "xla"} if point.op == "spmm" else {"xla"}
         times = {name: t for name, t in point.times_us.items() if name in kernels | plain}
-        for name in ("dense", "expand"):  # in every call the weight is made dense first
+        for name in ("dense", "expand", "compress"):  # what happens around the dense product in every call
             if name in kernels | plain and "dense" in point.times_us:
                 itemsize = max(2, reference.operand_dtype(call.x_dtype, call.values_dtype).itemsize)
                 dense_bytes = point.in_features * point.out_features * itemsize

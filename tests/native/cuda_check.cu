@@ -1,6 +1,6 @@
 // Checks the CUDA kernels against a float64 reference on the host, without Python or XLA, and times them.
 //
-//   cuda_check [--quick] [--every N] [--times] [--kernel NAME]... [--op spmm|spmm_t|sddmm|expand]...
+//   cuda_check [--quick] [--every N] [--times] [--kernel NAME]... [--op spmm|spmm_t|sddmm|expand|compress]...
 //
 // Every kernel of cuda/kernels.h runs on the same problems (Problems() below): all patterns, dtype pairs and result
 // dtypes, ragged sizes, tails, batches, epilogues, unaligned buffers, NaN and infinities, masks with surplus or missing
@@ -168,17 +168,18 @@ std::string RunCase(const Kernel& kernel, const Case& c, const Instance& s, Prec
   for (int64_t i = 0; i < total; ++i) {
     if ((i < begin || i >= begin + bytes) && direct[i] != 0xff) return "wrote outside the result";
   }
-  const bool exact = c.op == Op::kExpand || (c.data != Data::kReal && c.activation == Activation::kNone);
+  const bool moves = c.op == Op::kExpand || c.op == Op::kCompress;
+  const bool exact = moves || (c.data != Data::kReal && c.activation == Activation::kNone);
   const bool feature_major = kernel.feature_major && c.op != Op::kSddmm;  // dv has the same order for all kernels
   const int64_t features = c.op == Op::kSpmm ? s.geometry.out_features : s.geometry.in_features;
   for (int64_t i = 0; i < s.result_count; ++i) {
     const int64_t place = feature_major ? FeatureMajorIndex(i, s.geometry.tokens, features) : i;
     const uint8_t* at = direct.data() + begin + place * element;
     const double got = Decode(c.result, at), want = s.expected[i];
-    // Masks of another number of bits may give other numbers (kernels "simple" and "expand" ignore surplus bits), but
-    // every element is written: no poison where data are finite. So do masks that are not 2:4 for the kernel that takes
-    // nothing else.
-    const bool ignores = kernel.name == "simple" || kernel.name == "expand";
+    // Masks of another number of bits may give other numbers ("simple", "expand" and "compress" ignore surplus bits),
+    // but every element is written: no poison where data are finite. So do masks that are not 2:4 for the kernel that
+    // takes nothing else.
+    const bool ignores = kernel.name == "simple" || moves;
     const bool defined = c.bits == Bits::kValid || (ignores && c.bits == Bits::kSurplus);
     const bool only24 = kernel.name == "ew_sparse24" || kernel.name == "ew_wgmma_sparse24";
     const bool wrong24 = only24 && c.group != 4;
@@ -276,9 +277,9 @@ int Main(int argc, char** argv) {
     } else if (flag == "--op" && i + 1 < argc) {
       ops.push_back(argv[++i]);
     } else {
-      std::fprintf(
-          stderr,
-          "usage: cuda_check [--quick] [--every N] [--times] [--kernel NAME]... [--op spmm|spmm_t|sddmm|expand]...\n");
+      std::fprintf(stderr,
+                   "usage: cuda_check [--quick] [--every N] [--times] [--kernel NAME]... [--op "
+                   "spmm|spmm_t|sddmm|expand|compress]...\n");
       return 2;
     }
   }
@@ -288,14 +289,15 @@ int Main(int argc, char** argv) {
   Device device;
   int failures = 0, checked = 0;
   for (Op op : kOps) {
-    static const char* const kNames[] = {"spmm", "spmm_t", "sddmm", "expand"};
+    static const char* const kNames[] = {"spmm", "spmm_t", "sddmm", "expand", "compress"};
     const char* name = kNames[static_cast<int>(op)];
     if (!wanted(ops, name)) continue;
     const std::vector<Kernel> table =
-        op == Op::kSpmm     ? std::vector(std::begin(cuda::kSpmmKernels), std::end(cuda::kSpmmKernels))
-        : op == Op::kSpmmT  ? std::vector(std::begin(cuda::kSpmmTKernels), std::end(cuda::kSpmmTKernels))
-        : op == Op::kExpand ? std::vector{Kernel{"expand", cuda::Expand}}
-                            : std::vector(std::begin(cuda::kSddmmKernels), std::end(cuda::kSddmmKernels));
+        op == Op::kSpmm       ? std::vector(std::begin(cuda::kSpmmKernels), std::end(cuda::kSpmmKernels))
+        : op == Op::kSpmmT    ? std::vector(std::begin(cuda::kSpmmTKernels), std::end(cuda::kSpmmTKernels))
+        : op == Op::kExpand   ? std::vector{Kernel{"expand", cuda::Expand}}
+        : op == Op::kCompress ? std::vector{Kernel{"compress", cuda::Compress}}
+                              : std::vector(std::begin(cuda::kSddmmKernels), std::end(cuda::kSddmmKernels));
     std::vector<int> passed(table.size()), declined(table.size()), failed(table.size());
     std::vector<Case> problems;
     const std::vector<Case> all = Problems(op, quick);
@@ -337,7 +339,7 @@ int Main(int argc, char** argv) {
                   failed[k], declined[k]);
       failures += failed[k] + (passed[k] == 0);
       checked += passed[k];
-      if (times && failed[k] == 0 && op != Op::kExpand) Time(table[k], op, device);
+      if (times && failed[k] == 0 && op != Op::kExpand && op != Op::kCompress) Time(table[k], op, device);
     }
   }
   std::printf("cuda_check: %d passed, %d failed\n", checked, failures);

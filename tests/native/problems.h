@@ -14,7 +14,8 @@
 
 namespace nmsparse::check {
 
-enum class Op { kSpmm, kSpmmT, kSddmm, kExpand };      // kExpand: dense W, as spmm of an identity
+// kExpand: dense W, as spmm of an identity. kCompress: the kept units of dense g, as sddmm of an identity.
+enum class Op { kSpmm, kSpmmT, kSddmm, kExpand, kCompress };
 enum class Data { kExact, kReal, kSpecial };           // multiples of 1/4; uniform; kExact with NaN and infinities
 enum class Bits { kValid, kSurplus, kMissing, kAny };  // of the mask, against q
 
@@ -49,7 +50,7 @@ struct Case {
   }
 
   std::string Describe() const {
-    static const char* const kOps[] = {"spmm", "spmm_t", "sddmm", "expand"};
+    static const char* const kOps[] = {"spmm", "spmm_t", "sddmm", "expand", "compress"};
     char text[256];
     std::snprintf(text, sizeof(text),
                   "%s %d:%d/%dx%d batch %lld tokens %lld %lldx%lld %s,%s->%s%s%s%s act %d data %d "
@@ -78,25 +79,27 @@ inline constexpr Pattern kWideElementwise[] = {{16, 32, 1, 1}, {8, 32, 1, 1},  {
                                                {13, 32, 1, 1}, {32, 32, 1, 1}, {4, 32, 1, 1}, {16, 32, 1, 1}};
 inline constexpr DType kFloats[] = {DType::kF32, DType::kBF16, DType::kF16};
 inline constexpr int64_t kSizes[] = {1, 31, 33, 63, 65, 127, 129, 1000};
-inline constexpr Op kOps[] = {Op::kSpmm, Op::kSpmmT, Op::kSddmm, Op::kExpand};
+inline constexpr Op kOps[] = {Op::kSpmm, Op::kSpmmT, Op::kSddmm, Op::kExpand, Op::kCompress};
 
 // Every pattern, with every dtype of values and of the dense weight, and masks of any number of bits.
-inline std::vector<Case> ExpandProblems(bool quick) {
+inline std::vector<Case> DenseProblems(Op op, bool quick) {
   std::vector<Case> cases;
   std::mt19937 random(4321);
   std::vector<std::pair<DType, DType>> pairs;
-  for (DType to : kFloats) {
-    for (DType from : {to, DType::kS8, DType::kF8E4M3FN}) pairs.push_back({from, to});
+  for (DType type : kFloats) pairs.push_back({type, type});
+  if (op == Op::kExpand) {
+    for (DType from : {DType::kS8, DType::kF8E4M3FN}) {
+      for (DType to : {DType::kF32, DType::kBF16, DType::kF16, from}) pairs.push_back({from, to});
+    }
   }
-  for (DType type : {DType::kS8, DType::kF8E4M3FN}) pairs.push_back({type, type});
   for (const Pattern& pattern : kPatterns) {
     for (size_t p = 0; p < pairs.size(); ++p) {
       if (quick && (p + (&pattern - kPatterns)) % pairs.size() != 0) continue;
       for (int aligned = 0; aligned < 2; ++aligned) {
         Case c;
-        c.op = Op::kExpand;
+        c.op = op;
         c.pattern = pattern;
-        c.values = pairs[p].first, c.result = pairs[p].second;
+        c.left = c.values = pairs[p].first, c.result = pairs[p].second;
         c.batch = 1 + random() % 2;
         c.in_features = c.tokens = 1 + random() % 200;
         c.out_features = aligned ? 16 * (1 + random() % 20) : 1 + random() % 300;
@@ -111,7 +114,7 @@ inline std::vector<Case> ExpandProblems(bool quick) {
 }
 
 inline std::vector<Case> Problems(Op op, bool quick) {
-  if (op == Op::kExpand) return ExpandProblems(quick);
+  if (op == Op::kExpand || op == Op::kCompress) return DenseProblems(op, quick);
   std::vector<Case> cases;
   std::mt19937 random(1234);
   auto pick = [&](auto&& list) { return list[random() % std::size(list)]; };

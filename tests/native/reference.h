@@ -119,24 +119,25 @@ inline std::vector<uint32_t> RandomMask(const Geometry& g, Bits bits, int group,
 inline Instance MakeInstance(const Case& c, std::mt19937& random) {
   Instance s;
   const Geometry& g = s.geometry = c.geometry();
+  const bool gradient = c.op == Op::kSddmm || c.op == Op::kCompress;  // by the values
   if (c.op == Op::kSpmm || c.op == Op::kSddmm)
     s.x = RandomArray(c.left, g.batch * g.tokens * g.in_features, c.data, random);
-  if (c.op == Op::kSpmmT || c.op == Op::kSddmm)
+  if (c.op != Op::kSpmm && c.op != Op::kExpand)
     s.g = RandomArray(c.left, g.batch * g.tokens * g.out_features, c.data, random);
   const Data value_data = c.data == Data::kSpecial ? Data::kExact : c.data;
-  if (c.op == Op::kExpand) {
+  if (c.op == Op::kExpand || c.op == Op::kCompress) {
     s.x = HostArray(DType::kF32, g.batch * g.tokens * g.in_features);
     for (int64_t row = 0; row < g.batch * g.tokens; ++row) s.x.Set(row * g.in_features + row % g.tokens, 1.0);
   }
-  if (c.op != Op::kSddmm) s.values = RandomArray(c.values, g.batch * g.values_count(), value_data, random);
+  if (!gradient) s.values = RandomArray(c.values, g.batch * g.values_count(), value_data, random);
   s.mask = RandomMask(g, c.bits, c.group, random);
   const int64_t features = g.batch * g.out_features;
   for (int64_t i = 0; c.scales && i < features; ++i) s.scales.push_back(std::ldexp(1.0f, random() % 3 - 1));
   if (c.bias) s.bias = RandomArray(c.bias_dtype, features, value_data, random);
 
-  s.result_count = c.op == Op::kSpmmT   ? g.batch * g.tokens * g.in_features
-                   : c.op == Op::kSddmm ? g.batch * g.values_count()
-                                        : g.batch * g.tokens * g.out_features;
+  s.result_count = c.op == Op::kSpmmT ? g.batch * g.tokens * g.in_features
+                   : gradient         ? g.batch * g.values_count()
+                                      : g.batch * g.tokens * g.out_features;
   s.expected.assign(s.result_count, 0.0);
   s.magnitude.assign(s.result_count, 0.0);
   for (int64_t b = 0; b < g.batch; ++b) {
@@ -151,9 +152,9 @@ inline Instance MakeInstance(const Case& c, std::mt19937& random) {
           if (k >= g.in_features || n >= g.out_features) continue;
           for (int64_t t = b * g.tokens; t < (b + 1) * g.tokens; ++t) {
             const int64_t at_x = t * g.in_features + k, at_g = t * g.out_features + n;
-            const int64_t to = c.op == Op::kSpmmT ? at_x : c.op == Op::kSddmm ? v : at_g;
+            const int64_t to = c.op == Op::kSpmmT ? at_x : gradient ? v : at_g;
             const double left = c.op == Op::kSpmmT ? s.g.logical[at_g] : s.x.logical[at_x];
-            const double right = c.op == Op::kSddmm ? s.g.logical[at_g] : s.values.logical[v];
+            const double right = gradient ? s.g.logical[at_g] : s.values.logical[v];
             s.expected[to] += left * right;
             s.magnitude[to] += std::abs(left * right);
           }
