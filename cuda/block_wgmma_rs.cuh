@@ -11,16 +11,13 @@
 //   them in registers, round or split them, and write lines of k.
 // Step. kDepth kept rows (128 bytes of k), counted over all windows. Rows that do not exist are zeros in both operands.
 // Ownership. A block (one per multiprocessor, persistent) owns a tile of kColumns x 256 tokens at a time, each of two
-//   consumer warpgroups 128 tokens of it. Two more warpgroups produce, each every second step: what one waits for does
-//   not hold up the other. Steps run ahead over the ends of tiles.
+//   consumer warpgroups 128 tokens of it. Two more warpgroups produce. Steps run ahead over the ends of tiles.
 // Shared memory (bytes): ring of slots, in each kParts x kColumns x 128 of weights, then the lines of x, 32 bytes of
-//   padding after each that share a register, so that rows t of a fragment fall into different banks. For each of the
-//   producing warpgroups: places of 4 x 128 kept rows in x and in the values, 4 bytes each; two steps of weights as
-//   they come. Barriers, 2 x 8 a slot.
-// Synchronisation. full[slot]: each warp of the step's producers has arrived with its weights, and each warp (of
-//   float32) or thread (of int8) after its copies of x. empty[slot]: all eight consumer warps are done with it.
-//   Producers wait for their copies of weights by groups, one of each step; named barriers 1 and 2, once a step, order
-//   what a warpgroup shares: weights as they come, and lists.
+//   padding after each that share a register, so that rows t of a fragment fall into different banks; places of 4 x 256
+//   kept rows in x and in the values, 4 bytes each; three steps of weights as they come; barriers, 2 x 8 a slot.
+// Synchronisation. full[slot]: 256 producers have arrived twice, with the weights and after their copies of x.
+//   empty[slot]: all eight consumer warps are done with it. Producers wait for their copies of weights by groups, one
+//   of each step; named barrier 1, once a step, orders what they share: weights as they come, and lists.
 #ifndef JAX_NMSPARSE_CUDA_BLOCK_WGMMA_RS_CUH_
 #define JAX_NMSPARSE_CUDA_BLOCK_WGMMA_RS_CUH_
 
@@ -46,12 +43,10 @@ struct Config {
   static constexpr int kTokens = 256;
   static constexpr int kConsumers = 2;
   static constexpr int kTiles = kTokens / kConsumers / kMmaRows;  // products of a consumer that share weights
-  static constexpr int kTeams = 2;                                // of producers, each a warpgroup
-  static constexpr int kProducerThreads = kWarpgroupSize;         // of a team
-  static constexpr int kThreads = (kConsumers + kTeams) * kWarpgroupSize;
-  static constexpr int kProducerRegisters = kProducts == 3 ? 56 : 64, kConsumerRegisters = 256 - kProducerRegisters;
-  // At full[slot]: of each warp with its weights, and with the copies of x of each warp or (cp.async) thread.
-  static constexpr int kArrivals = kProducerThreads / kWarpSize + kProducerThreads / (sizeof(T) == 4 ? kWarpSize : 1);
+  static constexpr int kProducers = 2;                            // warpgroups too
+  static constexpr int kProducerThreads = kProducers * kWarpgroupSize;
+  static constexpr int kThreads = kConsumers * kWarpgroupSize + kProducerThreads;
+  static constexpr int kProducerRegisters = 56, kConsumerRegisters = 200;
   static constexpr int kDepth = kLineBytes / sizeof(T);
   static constexpr int kPacked = 4 / sizeof(T);  // rows of k that share a register
   static constexpr int kRowBytes = kTokens * sizeof(T);
@@ -61,13 +56,13 @@ struct Config {
   static constexpr int kStageBytes = kParts * kWeightBytes + kInputBytes;
   static constexpr int kListed = kProducerThreads / kDepth;  // steps of a list, a row by each producer
   static constexpr int kLists = 4;
-  static constexpr int kFixedBytes = kTeams * 2 * kLists * kProducerThreads * 4;
-  static constexpr int kScratches = 2;  // steps of a team's weights as they come
-  static constexpr int kScratchBytes = kTeams * kScratches * kWeightBytes;
+  static constexpr int kFixedBytes = 2 * kLists * kProducerThreads * 4;
+  static constexpr int kScratches = 3;  // steps of weights as they come
+  static constexpr int kScratchBytes = kScratches * kWeightBytes;
   static constexpr int kSlots = (kHopperSharedBytes - kFixedBytes - kScratchBytes) / (kStageBytes + 16);
   static constexpr int kSharedBytes = kSlots * (kStageBytes + 16) + kFixedBytes + kScratchBytes;
   static_assert(kStageBytes % 1024 == 0, "lines are swizzled by the bits of their address");
-  static_assert(kConsumers * kConsumerRegisters + kTeams * kProducerRegisters <= 4 * 128,
+  static_assert(kConsumers * kConsumerRegisters + kProducers * kProducerRegisters <= 4 * 128,
                 "the warpgroups share what the block was launched with, 128 registers a thread");
 };
 
@@ -116,8 +111,6 @@ class Walk {
   Position<C> at_;
 };
 
-// A thread of one of the producing warpgroups. Steps are counted over those of the warpgroup.
-//
 // Of the weights of a step a thread copies pieces of 16 bytes of columns, as they lie in memory, and later takes pieces
 // of 16 bytes of k (piece threadIdx.x % 8 of a line) of kGroup neighbouring columns at a time, which it transposes.
 // Eight neighbouring threads copy one row and read and write different banks. Of x, every eighth thread copies a line
@@ -137,10 +130,9 @@ class Producer {
   __device__ Producer(const Arguments& a, const Shared<C>& shared, int32_t* lists)
       : a_(a),
         shared_(shared),
-        team_(static_cast<int>(threadIdx.x) / kWarpgroupSize - C::kConsumers),
-        x_places_(lists + team_ * 2 * C::kLists * C::kProducerThreads),
-        value_places_(x_places_ + C::kLists * C::kProducerThreads),
-        thread_(static_cast<int>(threadIdx.x) % kWarpgroupSize),
+        x_places_(lists),
+        value_places_(lists + C::kLists * C::kProducerThreads),
+        thread_(static_cast<int>(threadIdx.x) - C::kConsumers * kWarpgroupSize),
         piece_(thread_ % kPieces),
         column_(thread_ / kPieces * kGroup),
         copies_(a),
@@ -148,21 +140,20 @@ class Producer {
 
   __device__ void Run() {
     if (a_.steps == 0) return;
-    for (int i = 0; i < team_; ++i) copies_.Next(), loads_.Next(), at_.Advance(C::kSlots);
     kept_ = FindRow(0);
     for (int list = 0; list * C::kListed <= kAhead; ++list) List(list);
-    NamedBarrier(1 + team_, C::kProducerThreads);
+    NamedBarrier(kBarrier, C::kProducerThreads);
     for (int step = 0; step < kAhead; ++step) CopyWeights(step);
     for (int step = 0; !copies_.Ended(); ++step) Produce(step);
     block::WaitForCopies<0>();
   }
 
  private:
+  static constexpr int kBarrier = 1;
   static constexpr int kAhead = C::kScratches - 1;  // steps by which weights are copied ahead of their transposition
 
   __device__ Kept FindRow(int list) const {
-    const int step = list * C::kListed + thread_ / C::kDepth;
-    return kept_rows::FindKept<C>(a_, step * C::kTeams + team_, thread_ % C::kDepth);
+    return kept_rows::FindKept<C>(a_, list * C::kListed + thread_ / C::kDepth, thread_ % C::kDepth);
   }
   // Writes the list that was looked up, looks up the next.
   __device__ void List(int list) {
@@ -182,10 +173,10 @@ class Producer {
       CopyPieces(x_places_ + ListOf(step));
       BarrierArriveAfterCopies(full);
     }
-    for (int i = 0; i < C::kTeams && !copies_.Ended(); ++i) copies_.Next();
+    copies_.Next();
     block::WaitForCopies<kAhead - 1>();
     // The step's weights have landed, those of the step before are transposed, and the list of the next is whole.
-    NamedBarrier(1 + team_, C::kProducerThreads);
+    NamedBarrier(kBarrier, C::kProducerThreads);
     CopyWeights(step + kAhead);
     if ((step + kAhead + 1) % C::kListed == 0) List((step + kAhead + 1) / C::kListed);
 #pragma unroll
@@ -193,9 +184,8 @@ class Producer {
       const int column = i * kStride + column_;
       if (C::kColumns >= kStride || column < C::kColumns) Transpose(step, column);
     }
-    __syncwarp();
-    if (thread_ % kWarpSize == 0) BarrierArrive(full);
-    for (int i = 0; i < C::kTeams; ++i) at_.Advance(C::kSlots);
+    BarrierArrive(full);
+    at_.Advance(C::kSlots);
   }
 
   // Where columns from `column` on of a row of a step's weights are kept as they came: pieces of rows that are
@@ -203,30 +193,28 @@ class Producer {
   __device__ uint32_t Scratch(int step, int row, int column) const {
     constexpr int kRowPieces = C::kColumns / kRows, kPermuted = kRowPieces < kPieces ? kRowPieces : kPieces;
     const int piece = column / kRows ^ row / kRows % kPermuted;
-    return shared_.Scratch() + (team_ * C::kScratches + step % C::kScratches) * C::kWeightBytes +
+    return shared_.Scratch() + step % C::kScratches * C::kWeightBytes +
            (row * C::kColumns + column % kRows) * sizeof(T) + piece * 16;
   }
 
   // A line of x by every eighth thread. Tokens beyond the last are left as they are: nobody stores their results.
   __device__ void CopyLine(const int32_t* places, uint32_t full) const {
     constexpr int kThreadsPerLine = C::kProducerThreads / C::kDepth;
+    if (thread_ % kThreadsPerLine != 0) return BarrierArrive(full);
     const Geometry& g = a_.geometry;
     const Position<C>& at = copies_.at();
     const int row = thread_ / kThreadsPerLine;
-    const bool mine = thread_ % kThreadsPerLine == 0;
-    const int32_t place = mine ? places[row] : -1;
-    const auto bytes = static_cast<uint32_t>(min(int64_t{C::kTokens}, g.tokens - at.token) * sizeof(T));
-    const uint32_t lines = __popc(__ballot_sync(~0u, place >= 0));
-    if (thread_ % kWarpSize == 0) BarrierArriveExpect(full, lines * bytes);
-    __syncwarp();
+    const int32_t place = places[row];
     const uint32_t line = shared_.Inputs(at_.slot) + Shared<C>::RowOffset(row);
-    if (place >= 0) {
-      LoadBytes(line, static_cast<const T*>(a_.x) + (at.batch * g.in_features + place) * g.tokens + at.token, bytes,
-                full);
-    } else if (mine) {
+    if (place < 0) {
 #pragma unroll 4
       for (int i = 0; i < C::kRowBytes; i += 16) StoreShared16(line + i, uint4{});
+      return BarrierArrive(full);
     }
+    const auto bytes = static_cast<uint32_t>(min(int64_t{C::kTokens}, g.tokens - at.token) * sizeof(T));
+    BarrierArriveExpect(full, bytes);
+    const T* const x = static_cast<const T*>(a_.x) + (at.batch * g.in_features + place) * g.tokens + at.token;
+    LoadBytes(line, x, bytes, full);
   }
 
   __device__ void CopyPieces(const int32_t* places) const {
@@ -240,7 +228,7 @@ class Producer {
     const uint32_t to = shared_.Inputs(at_.slot) + Shared<C>::RowOffset(first) + element * sizeof(T);
     const T* const x = static_cast<const T*>(a_.x) + at.batch * g.in_features * g.tokens + at.token + element;
     const auto tokens = static_cast<int32_t>(g.tokens);
-#pragma unroll 1
+#pragma unroll
     for (int row = 0; row < kCopies; row += 4) {
       const int4 four = *reinterpret_cast<const int4*>(places + first + row);
       const int32_t place[4] = {four.x, four.y, four.z, four.w};
@@ -263,13 +251,13 @@ class Producer {
       const int column = thread_ % kRowPieces * kRows;
       const T* const values =
           static_cast<const T*>(a_.values) + at.batch * block::ValuesPerBatch(g) + at.column % bn + column;
-#pragma unroll 4
+#pragma unroll
       for (int i = 0; i < kCopies; ++i) {
         const int row = i * (C::kProducerThreads / kRowPieces) + thread_ / kRowPieces;
         const int32_t place = value_places_[ListOf(step) + row];
         CopyAsync16(Scratch(step, row, column), values + (place >= 0 ? int64_t{place} * bn : 0), place >= 0 ? 16 : 0);
       }
-      for (int i = 0; i < C::kTeams && !loads_.Ended(); ++i) loads_.Next();
+      loads_.Next();
     }
     block::CommitCopies();
   }
@@ -327,7 +315,6 @@ class Producer {
 
   const Arguments& a_;
   const Shared<C> shared_;
-  const int team_;
   int32_t* const x_places_;
   int32_t* const value_places_;
   const int thread_, piece_, column_;
@@ -519,7 +506,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) ManyTokensRs(const __grid_cons
   const Shared<C> shared{SharedAddress(storage)};
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < C::kSlots; ++slot) {
-      BarrierInit(shared.Full(slot), C::kArrivals);
+      BarrierInit(shared.Full(slot), 2 * C::kProducerThreads);
       BarrierInit(shared.Empty(slot), C::kConsumers * 4);
     }
     BarrierInitFence();

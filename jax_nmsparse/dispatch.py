@@ -134,32 +134,17 @@ def choose(call: Call, platform: str, implementation: str | None, capability: st
                 f"{call.op}: implementation={implementation!r} was asked for, but {reason}; "
                 "implementation=None chooses what runs here, 'xla' runs everywhere"
             )
-        return Choice(implementation, _preferred(call, implementation, capability), "asked for")
+        return dataclasses.replace(_fastest(call, implementation, capability, ()), reason="asked for")
     if platform not in native.MODULES:
         return Choice("xla", None, f"there are no kernels for {platform}")
     reason = rejection(call, platform, capability)
     if reason is not None:
         return Choice("xla", None, reason)
-    kernels = {k.name: k for k in _kernels(call, platform, capability) if not k.rejects(call)}
-    fastest, because = _fastest(call, platform, (*kernels, *_plain(call)))
-    if fastest is None:
-        kernel = next(iter(kernels.values()))
-        return Choice(platform, kernel, kernel.summary)
-    if fastest in kernels:
-        return Choice(platform, kernels[fastest], f"{kernels[fastest].summary}; {because}")
-    return Choice(fastest, None, because)
+    # Never a dense gradient, and nothing beside `only_kernel`.
+    plain = () if _ONLY.get() else ("dense", "xla") if call.op == "spmm" else ("xla",)
+    return _fastest(call, platform, capability, plain)
 
 
-def _plain(call: Call) -> tuple[str, ...]:
-    """Implementations without a kernel that may be chosen: never a dense gradient, and none beside `only_kernel`."""
-    if _ONLY.get() is not None:
-        return ()
-    return ("dense", "xla") if call.op == "spmm" else ("xla",)
-
-
-_PIECEWISE = 3.0
-"""Assumed time of a gradient by plain JAX, which expands the weight in pieces, over that of the dense product: what
-decides for many tokens where it was not measured itself."""
 _MANY_TOKENS = 64
 
 _TRANSPOSES_US = 4.0
@@ -186,14 +171,34 @@ def _around_dense(call: Call, platform: str, point: tuning.Measurement, names: t
         return {}
     itemsize = max(2, reference.operand_dtype(call.x_dtype, call.values_dtype).itemsize)
     dense_bytes = point.in_features * point.out_features * itemsize
-    expansion = functools.partial(tuning.expansion_us, platform, pattern=point.pattern, dense_bytes=dense_bytes)
+    expansion = functools.partial(
+        tuning.expansion_us, platform, call.op, pattern=point.pattern, dense_bytes=dense_bytes
+    )
     around = [name for name in names if name in ("dense", "expand", "compress")]
     times = {name: point.times_us["dense"] + expansion(name) for name in around}
     # Those of the kernels may have been measured as a whole.
     return {**times, **{name: point.times_us[name] for name in times.keys() & point.times_us.keys() - {"dense"}}}
 
 
-def _fastest(call: Call, implementation: str, names: tuple[str, ...]) -> tuple[str | None, str]:
+def _fastest(call: Call, implementation: str, capability: str | None, plain: tuple[str, ...]) -> Choice:
+    """The kernel, or the one of these implementations without a kernel, that was fastest where it was measured nearest.
+
+    Where nothing was measured, the first kernel in the table that takes the call.
+    """
+    kernels = {k.name: k for k in _kernels(call, implementation, capability) if not k.rejects(call)}
+    if any(k.by_xla for k in kernels.values()):
+        plain = ()  # it does the same as those, and expands faster
+    fastest, because = _measured_fastest(call, implementation, (*kernels, *plain))
+    if fastest is None:
+        for_few = (k for k in kernels.values() if not k.by_xla or call.tokens >= _MANY_TOKENS)
+        kernel = next(for_few, next(iter(kernels.values())))
+        return Choice(implementation, kernel, kernel.summary)
+    if fastest in kernels:
+        return Choice(implementation, kernels[fastest], f"{kernels[fastest].summary}; {because}")
+    return Choice(fastest, None, because)
+
+
+def _measured_fastest(call: Call, implementation: str, names: tuple[str, ...]) -> tuple[str | None, str]:
     """What was fastest of these at the nearest point that was measured, and why."""
     layout = call.layout
     points = tuning.nearest(
@@ -207,24 +212,15 @@ def _fastest(call: Call, implementation: str, names: tuple[str, ...]) -> tuple[s
     )
     for point in points:
         times = {name: point.times_us[name] for name in names if name in point.times_us}
+        times.update(_around_dense(call, implementation, point, names))
         if times:
             _bound(times, names, [p for p in points if p.is_weight_of(point)], call.tokens)
         if call.tokens < _FEW_TOKENS:
             for name in times.keys() & _FEATURE_MAJOR:
                 times[name] += _TRANSPOSES_US
-        times.update(_around_dense(call, implementation, point, names))
-        if "xla" in names and call.op != "spmm" and call.tokens >= _MANY_TOKENS and "dense" in point.times_us:
-            times.setdefault("xla", _PIECEWISE * point.times_us["dense"])
         if times:
             name = min(times, key=times.__getitem__)
             listed = ", ".join(f"{n} {t:.1f} us" for n, t in sorted(times.items(), key=lambda item: item[1]))
             where = f"{point.tokens} tokens x {point.in_features}x{point.out_features} at {point.pattern}"
             return name, f"measured nearest, {where}: {listed}"
     return None, ""
-
-
-def _preferred(call: Call, implementation: str, capability: str | None) -> Kernel:
-    """The kernel that was fastest at the nearest measured point, otherwise the first that takes the call."""
-    kernels = {k.name: k for k in _kernels(call, implementation, capability) if not k.rejects(call)}
-    fastest, _ = _fastest(call, implementation, tuple(kernels))
-    return kernels[fastest] if fastest else next(iter(kernels.values()))

@@ -437,7 +437,6 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel("block_t_mma", "cuda", ("spmm_t",), "transposed, vector-wise on tensor cores, few tokens", _block_t_mma),
     Kernel("few_t", "cuda", ("spmm_t",), "transposed, few tokens of any pattern, on CUDA cores", _few_t),
-    Kernel("simple", "cuda", _OPS, "tiles of any pattern and size, float32 arithmetic on CUDA cores", _simple),
     Kernel(
         "expand",
         "cuda",
@@ -454,5 +453,6 @@ KERNELS: tuple[Kernel, ...] = (
         _around_dense,
         by_xla=True,
     ),
+    Kernel("simple", "cuda", _OPS, "tiles of any pattern and size, float32 arithmetic on CUDA cores", _simple),
 )
 """Every native kernel, the most specialised first."""

@@ -225,7 +225,7 @@ def expected_us(call: Call, name: str, platform: str, ceilings: Ceilings) -> flo
     layout = call.layout
     if name in ("expand", "compress"):
         dense = expected_us(call, "dense", platform, ceilings)
-        expansion = tuning.expansion_us(platform, name, layout.pattern, cost(call, ceilings).dense_bytes)
+        expansion = tuning.expansion_us(platform, call.op, name, layout.pattern, cost(call, ceilings).dense_bytes)
         return None if dense is None else dense + expansion
     points = tuning.nearest(
         platform,

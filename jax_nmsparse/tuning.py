@@ -23,6 +23,9 @@ _OTHER_PATTERN = 0.25
 _SAME_COST = {"float16": "bfloat16"}
 """dtypes that are not measured themselves, since the same kernels move and multiply the same bytes."""
 
+_SIMILAR_COST = {"int8": "bfloat16", "float8_e4m3fn": "bfloat16", "int8 x int8": "bfloat16"}
+"""What says more than nothing of dtypes where none of an operation's times was measured: bfloat16, of x or of both."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
@@ -82,19 +85,20 @@ def forget() -> None:
         cached.cache_clear()
 
 
-def expansion_us(platform: str, name: str, pattern: NMPattern, dense_bytes: int) -> float:
+def expansion_us(platform: str, op: str, name: str, pattern: NMPattern, dense_bytes: int) -> float:
     """Time in which a weight is expanded or compressed, by the rates that were measured; 0 without them.
 
     "dense" and kernels "expand" and "compress" do so in every call, while the times of "dense" in the table are those
-    of a weight and a gradient that are dense already.
+    of a weight and a gradient that are dense already. What pieces cost beside one product is part of the rates.
 
     Args:
       platform: "cpu" or "cuda".
+      op: "spmm", "spmm_t" or "sddmm".
       name: "dense", where XLA expands, or that of a kernel.
       pattern: Of the weight.
       dense_bytes: What its dense form takes; narrow elements, which take as long to place, count two bytes each.
     """
-    rates = _file().get(platform, {}).get("expansion", {}).get(name)
+    rates = _file().get(platform, {}).get("expansion", {}).get(op, {}).get(name)
     if rates is None:
         return 0.0
     rate = rates["element-wise" if pattern.is_elementwise else "blocks"]
@@ -114,11 +118,14 @@ def nearest(
 ) -> tuple[Measurement, ...]:
     """The measurements of the same operation and dtype, the nearest first."""
     dtype = _SAME_COST.get(dtype, dtype)
-    points = [
-        p
-        for p in table(implementation)
-        if (p.op, p.dtype, p.pattern.is_elementwise) == (op, dtype, pattern.is_elementwise)
-    ]
-    # Where only the other precision was measured, that says more than nothing.
-    points = [p for p in points if p.precision == precision] or points
-    return tuple(sorted(points, key=lambda p: p.distance(pattern, max(1, tokens), in_features, out_features)))
+    alike = [p for p in table(implementation) if (p.op, p.pattern.is_elementwise) == (op, pattern.is_elementwise)]
+    points = [p for p in alike if p.dtype == dtype] or [p for p in alike if p.dtype == _SIMILAR_COST.get(dtype)]
+    # What is exact is as good as three TF32 products. Where only another precision was measured, that says more than
+    # nothing.
+    enough = {precision, "highest"} if precision == "tf32x3" else {precision}
+    points = [p for p in points if p.precision in enough] or points
+
+    def order(point: Measurement) -> tuple[float, bool]:
+        return point.distance(pattern, max(1, tokens), in_features, out_features), point.precision != precision
+
+    return tuple(sorted(points, key=order))

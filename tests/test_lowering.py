@@ -14,7 +14,7 @@ from jax import export
 
 import jax_nmsparse as nms
 from jax_nmsparse import dispatch, native, reference
-from jax_nmsparse.lowering import EXPAND_TARGET, target_name
+from jax_nmsparse.lowering import COMPRESS_TARGET, EXPAND_TARGET, target_name
 from jax_nmsparse.reference import temporary_bytes
 
 OPS = ("spmm", "spmm_t", "sddmm")
@@ -62,7 +62,7 @@ def test_lowers_for_cuda_on_a_machine_without_a_gpu(op, implementation):
         choice = dispatch.choose(
             dispatch.Call(op, operands[2].layout, 1, 4096, dtype, dtype, dtype), "cuda", implementation
         )
-        wanted = target_name(op, "cuda") if choice.multiplies else EXPAND_TARGET
+        wanted = target_name(op, "cuda") if choice.multiplies else target_name(choice.name, "cuda")
         assert _targets(text) == ({wanted} if choice.kernel else set()), (pattern, dtype)
         if implementation == "cuda":
             assert choice.kernel
@@ -104,7 +104,7 @@ def test_feature_major_kernels_ask_for_activations_with_tokens_innermost(
 
 @pytest.mark.parametrize("op", ["spmm", "spmm_t"])
 @pytest.mark.parametrize("tokens", [5, 4096])
-def test_what_a_kernel_expands_is_multiplied_by_xla(monkeypatch, op, tokens):
+def test_xla_multiplies_what_a_kernel_expands(monkeypatch, op, tokens):
     """spmm expands all of the weight at once, spmm_t no more than 1024 of its rows."""
     monkeypatch.setitem(native.MODULES, "cuda", native.NativeModule("cuda", frozenset(), None))
     with dispatch.only_kernel("expand"):
@@ -114,6 +114,16 @@ def test_what_a_kernel_expands_is_multiplied_by_xla(monkeypatch, op, tokens):
     rows = {"spmm": 4096, "spmm_t": 1024}[op]
     expanded = re.findall(rf"@{EXPAND_TARGET}.*-> tensor<1x(\d+)x96xbf16>", text)
     assert set(expanded) == {str(rows)}
+
+
+def test_a_kernel_compresses_a_gradient_of_xla(monkeypatch):
+    """1024 rows at a time."""
+    monkeypatch.setitem(native.MODULES, "cuda", native.NativeModule("cuda", frozenset(), None))
+    with dispatch.only_kernel("compress"):
+        text = _lower("sddmm", _structs(512, 4096, 96, "16:32"), "cuda", implementation="cuda")
+    assert _targets(text) == {COMPRESS_TARGET}
+    compressed = re.findall(rf"@{COMPRESS_TARGET}.*: \(tensor<1x(\d+)x96xf32>.*-> tensor<(\d+)xf32>", text)
+    assert set(compressed) == {("1024", str(512 * 96))}
 
 
 @pytest.mark.parametrize(
