@@ -91,10 +91,10 @@ class Explanation(Cost):
 
     @property
     def gain(self) -> float | None:
-        """Expected gain over dense where both reach their floors."""
+        """Expected gain over dense where both reach their floors; 1 where XLA multiplies a dense weight."""
         if self.floor_us is None or self.dense_floor_us is None:
             return None
-        return self.dense_floor_us / self.floor_us if self.choice.kernel else 1.0
+        return self.dense_floor_us / self.floor_us if self.choice.multiplies else 1.0
 
     def __str__(self) -> str:
         call, layout = self.call, self.call.layout

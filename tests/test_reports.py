@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_nmsparse as nms
-from jax_nmsparse import aot, planning
+from jax_nmsparse import aot, native, planning
 
 
 def _operands(rng, shape=(256, 24), pattern="2:4", tokens=8):
@@ -124,6 +124,16 @@ def test_explain_refuses_a_device_that_is_none(rng):
         nms.explain(x, w, device="foo")
     assert nms.explain(x, w, device="tpu").choice.implementation == "xla"
     assert nms.explain(x, w, device="NVIDIA A100-SXM4-40GB").platform == "cuda"
+
+
+def test_no_gain_is_promised_where_xla_multiplies_a_dense_weight(monkeypatch):
+    monkeypatch.setitem(native.MODULES, "cuda", native.NativeModule("cuda", frozenset(), None))
+    dense = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+    w = jax.eval_shape(lambda d: nms.prune(d, "16:32"), dense)
+    one, many = (jax.ShapeDtypeStruct((tokens, 4096), jnp.bfloat16) for tokens in (1, 4096))
+    explanation = nms.explain(many, w, device="NVIDIA H200")
+    assert (explanation.choice.name, explanation.gain) == ("expand", 1.0)
+    assert nms.explain(one, w, device="NVIDIA H200").gain == pytest.approx(32 / 18, rel=0.01)
 
 
 @pytest.mark.parametrize("values_dtype", ["int8", "float8_e4m3fn"])
