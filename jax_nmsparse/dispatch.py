@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from jax import export
 
 from jax_nmsparse import native, reference, tuning
-from jax_nmsparse.kernels import KERNELS, Call, Kernel
+from jax_nmsparse.kernels import BY_XLA, KERNELS, Call, Kernel
 
 IMPLEMENTATIONS = ("cuda", "cpu", "xla", "dense")
 
@@ -174,7 +174,7 @@ def _around_dense(call: Call, platform: str, point: tuning.Measurement, names: t
     expansion = functools.partial(
         tuning.expansion_us, platform, call.op, pattern=point.pattern, dense_bytes=dense_bytes
     )
-    around = [name for name in names if name in ("dense", "expand", "compress")]
+    around = [name for name in names if name == "dense" or name in BY_XLA]
     times = {name: point.times_us["dense"] + expansion(name) for name in around}
     # Those of the kernels may have been measured as a whole.
     return {**times, **{name: point.times_us[name] for name in times.keys() & point.times_us.keys() - {"dense"}}}
@@ -186,7 +186,7 @@ def _fastest(call: Call, implementation: str, capability: str | None, plain: tup
     Where nothing was measured, the first kernel in the table that takes the call.
     """
     kernels = {k.name: k for k in _kernels(call, implementation, capability) if not k.rejects(call)}
-    if any(k.by_xla for k in kernels.values()):
+    if kernels.keys() & BY_XLA:
         plain = ()  # it does the same as those, and expands faster
     fastest, because = _measured_fastest(call, implementation, (*kernels, *plain))
     if fastest is None:
