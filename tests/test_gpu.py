@@ -140,6 +140,24 @@ def test_quantised_values(rng, values_dtype):
                 np.testing.assert_array_equal(np.asarray(dx).astype(np.float64), oracle.spmm(g, w, transpose=True))
 
 
+@pytest.mark.parametrize("values_dtype", [jnp.int8, jnp.float8_e4m3fn])
+def test_quantised_values_are_expanded(rng, values_dtype):
+    """By the kernel to the dtype in which XLA multiplies them."""
+    small = functools.partial(oracle.integers, largest=1)
+    for x_dtype, (pattern, tokens) in itertools.product((*FLOATS, values_dtype), (("2:4", 1), ("8:32/1x32", 33))):
+        w = oracle.draw(rng, (2, 129, 65), pattern, values_dtype, fill=small)
+        x = small(rng, (2, tokens, 129), x_dtype)
+        with dispatch.only_kernel("expand"):
+            y = jax.jit(functools.partial(nms.spmm, implementation="cuda"))(x, w)
+        want = np.stack(
+            [
+                oracle.spmm(x[i], nms.NMSparse(w.values[i], w.mask[i], shape=(129, 65), pattern=pattern))
+                for i in range(2)
+            ]
+        )
+        np.testing.assert_array_equal(np.asarray(y).astype(np.float64), want)
+
+
 @pytest.mark.parametrize("pattern", ["2:4", "8:32/1x32"])
 def test_no_tail_column_is_dropped(rng, pattern):
     sizes = range(1, 301, 13)
