@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from jax import export
 
 from jax_nmsparse import native, reference, tuning
-from jax_nmsparse.kernels import BY_XLA, KERNELS, Call, Kernel
+from jax_nmsparse.kernels import KERNELS, Call, Kernel
 
 IMPLEMENTATIONS = ("cuda", "cpu", "xla", "dense")
 
@@ -152,6 +152,9 @@ _TRANSPOSES_US = 4.0
 kernels does not pay it, but a single call does."""
 _FEW_TOKENS = 256
 _FEATURE_MAJOR = frozenset(k.name for k in KERNELS if k.feature_major)
+
+BY_XLA = frozenset(k.name for k in KERNELS if k.by_xla)
+"""Kernels around a dense product."""
 
 
 def _bound(times: dict[str, float], names: tuple[str, ...], points: list[tuning.Measurement], tokens: int) -> None:

@@ -456,6 +456,3 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel("simple", "cuda", _OPS, "tiles of any pattern and size, float32 arithmetic on CUDA cores", _simple),
 )
 """Every native kernel, the most specialised first."""
-
-BY_XLA = frozenset(k.name for k in KERNELS if k.by_xla)
-"""Those around a dense product."""

@@ -21,7 +21,7 @@ import numpy as np
 from jax_nmsparse import dispatch, tuning
 from jax_nmsparse.array import check_pattern
 from jax_nmsparse.explanation import DEVICES, Ceilings, cost
-from jax_nmsparse.kernels import BY_XLA, Call
+from jax_nmsparse.kernels import Call
 from jax_nmsparse.layout import Layout
 from jax_nmsparse.meshes import check_whole
 from jax_nmsparse.pattern import NMPattern
@@ -223,7 +223,7 @@ def expected_us(call: Call, name: str, platform: str, ceilings: Ceilings) -> flo
     weight that is dense already.
     """
     layout = call.layout
-    if name in BY_XLA:
+    if name in dispatch.BY_XLA:
         dense = expected_us(call, "dense", platform, ceilings)
         expansion = tuning.expansion_us(platform, call.op, name, layout.pattern, cost(call, ceilings).dense_bytes)
         return None if dense is None else dense + expansion
