@@ -48,6 +48,9 @@ struct TransposedMmaConfig {
   static_assert(kLineBytes == 8 * kChunk, "8 lanes copy a row of a step");
 };
 
+// The place of a row of which a corrupt mask says nothing: it is added nowhere.
+inline constexpr uint16_t kNowhere = 0xffff;
+
 struct TransposedMmaPlan {
   int32_t splits;
   int32_t windows_each;  // of a warp; their kept rows fill at most one tile
@@ -176,13 +179,13 @@ __global__ void __launch_bounds__(C::kThreads, 1) BlockTransposedMmaKernel(Probl
       const uint32_t bits = __shfl_sync(0xffffffffu, word, w);
       const int rank = __popc(bits & ((1u << lane) - 1)), have = __popc(bits);
       if ((bits >> lane & 1) != 0 && rank < kept) place[w * kept + rank] = static_cast<uint16_t>(w * kMaskBits + lane);
-      if (lane >= have && lane < kept) place[w * kept + lane] = static_cast<uint16_t>(w * kMaskBits);  // corrupt mask
+      if (lane >= have && lane < kept) place[w * kept + lane] = kNowhere;  // corrupt mask
     }
     __syncwarp();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = lane / 4 + 8 * half;
-      if (row < windows * kept) {
+      if (row < windows * kept && place[row] != kNowhere) {
         float* const to = sums + place[row] * C::kPitch + lane % 4 * 2;
 #pragma unroll
         for (int n = 0; n < C::kTokenTiles; ++n) {

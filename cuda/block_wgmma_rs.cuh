@@ -78,9 +78,10 @@ struct Shared {
     return base + slot * C::kStageBytes + part * C::kWeightBytes;
   }
   __device__ uint32_t Inputs(int slot) const { return Weights(slot, C::kParts); }
-  __device__ uint32_t Full(int slot) const { return base + C::kSlots * C::kStageBytes + slot * 8; }
+  // Aligned, so that pieces of a line can be permuted by their address.
+  __device__ uint32_t Scratch() const { return base + C::kSlots * C::kStageBytes; }
+  __device__ uint32_t Full(int slot) const { return Scratch() + C::kScratchBytes + slot * 8; }
   __device__ uint32_t Empty(int slot) const { return Full(C::kSlots + slot); }
-  __device__ uint32_t Scratch() const { return base + C::kSlots * (C::kStageBytes + 16); }
   __device__ int32_t* Lists(unsigned char* storage) const {
     return reinterpret_cast<int32_t*>(storage + C::kSlots * (C::kStageBytes + 16) + C::kScratchBytes);
   }
@@ -94,11 +95,14 @@ class Walk {
 
   __device__ bool Ended() const { return tile_ >= a_.tiles; }
   __device__ const Position<C>& at() const { return at_; }
-  __device__ void Next() {
-    if (++step_ < a_.steps) return;
+  __device__ int step() const { return step_; }
+  // Whether a new tile begins (or the last has ended).
+  __device__ bool Next() {
+    if (++step_ < a_.steps) return false;
     step_ = 0;
     tile_ += static_cast<int32_t>(gridDim.x);
     Start();
+    return true;
   }
 
  private:
@@ -122,10 +126,10 @@ class Producer {
   using T = typename C::T;
   static constexpr int kRows = 16 / sizeof(T);  // of k that a thread transposes; columns of a piece as it comes
   static constexpr int kPieces = kLineBytes / 16;
+  static constexpr int kLinePieces = C::kRowBytes / 16;                         // of x
   using Group = std::conditional_t<std::is_same_v<T, float>, uint4, uint32_t>;  // neighbouring columns of a row
   static constexpr int kGroup = sizeof(Group) / sizeof(T);
-  static constexpr int kStride = C::kProducerThreads / kPieces * kGroup;            // columns of all threads at a time
-  static constexpr int kUnits = C::kColumns < kStride ? 1 : C::kColumns / kStride;  // of a thread and step
+  static_assert(C::kColumns <= C::kProducerThreads / kPieces * kGroup, "each thread transposes one group at most");
 
   __device__ Producer(const Arguments& a, const Shared<C>& shared, int32_t* lists)
       : a_(a),
@@ -133,17 +137,23 @@ class Producer {
         x_places_(lists),
         value_places_(lists + C::kLists * C::kProducerThreads),
         thread_(static_cast<int>(threadIdx.x) - C::kConsumers * kWarpgroupSize),
-        piece_(thread_ % kPieces),
         column_(thread_ / kPieces * kGroup),
+        copied_(shared.Scratch() + Scratch(thread_ / kRowPieces, thread_ % kRowPieces * kRows)),
+        read_(shared.Scratch() + Scratch(thread_ % kPieces * kRows, column_)),
+        written_(column_ * kLineBytes + (thread_ % kPieces ^ column_ % 8) * 16),
         copies_(a),
-        loads_(a) {}
+        loads_(a),
+        rows_(a) {}
 
   __device__ void Run() {
     if (a_.steps == 0) return;
-    kept_ = FindRow(0);
+    StartCopies();
+    StartLoads();
+    for (int i = 0; i < thread_ / C::kDepth; ++i) rows_.Next();
+    kept_ = FindRow();
     for (int list = 0; list * C::kListed <= kAhead; ++list) List(list);
     NamedBarrier(kBarrier, C::kProducerThreads);
-    for (int step = 0; step < kAhead; ++step) CopyWeights(step);
+    for (int step = 0; step < kAhead; ++step) CopyWeights(step, step);
     for (int step = 0; !copies_.Ended(); ++step) Produce(step);
     block::WaitForCopies<0>();
   }
@@ -151,18 +161,55 @@ class Producer {
  private:
   static constexpr int kBarrier = 1;
   static constexpr int kAhead = C::kScratches - 1;  // steps by which weights are copied ahead of their transposition
+  static constexpr int kRowPieces = C::kColumns / kRows;  // of a row of weights, as it comes
+  static constexpr int kPermuted = kRowPieces < kPieces ? kRowPieces : kPieces;
+  static constexpr int kRowBytes = C::kColumns * sizeof(T);
 
-  __device__ Kept FindRow(int list) const {
-    return kept_rows::FindKept<C>(a_, list * C::kListed + thread_ / C::kDepth, thread_ % C::kDepth);
+  // Where columns from `column` on of a row of a step's weights are kept as they came: pieces of rows that are
+  // transposed by neighbouring threads are permuted, so that these read different banks.
+  __device__ static uint32_t Scratch(int row, int column) {
+    return row * kRowBytes + (column / kRows ^ row / kRows % kPermuted) * 16 + column % kRows * sizeof(T);
+  }
+
+  // The row that this thread lists next, of the step where rows_ stands.
+  __device__ Kept FindRow() const {
+    const int32_t position = rows_.step() * C::kDepth + thread_ % C::kDepth;
+    if (rows_.Ended() || position >= a_.all_kept) return {};
+    return kept_rows::KeptAt(a_, rows_.at(), position);
   }
   // Writes the list that was looked up, looks up the next.
   __device__ void List(int list) {
     const Place place = kept_rows::PlaceOf(a_, kept_);
     const int at = list % C::kLists * C::kProducerThreads + thread_;
     x_places_[at] = place.x, value_places_[at] = place.values;
-    kept_ = FindRow(list + 1);
+    for (int i = 0; i < C::kListed; ++i) rows_.Next();
+    kept_ = FindRow();
+  }
+  // 0 of rows that do not exist.
+  __device__ static uint64_t RowOffset(int32_t place, int32_t pitch) {
+    return uint64_t{static_cast<uint32_t>(max(place, 0))} * static_cast<uint32_t>(pitch);
   }
   __device__ static int ListOf(int step) { return step % (C::kLists * C::kListed) * C::kDepth; }
+
+  // What copies need to know of their tile.
+  __device__ void StartCopies() {
+    if (copies_.Ended()) return;
+    const Geometry& g = a_.geometry;
+    const Position<C>& at = copies_.at();
+    const int element = std::is_same_v<T, float> ? 0 : thread_ % kLinePieces * kRows;
+    x_ = static_cast<const char*>(a_.x) + (at.batch * g.in_features * g.tokens + at.token + element) * sizeof(T);
+    const int64_t left = g.tokens - at.token - element;
+    x_bytes_ = std::is_same_v<T, float> ? static_cast<uint32_t>(min(int64_t{C::kTokens}, left) * sizeof(T))
+               : left > 0               ? 16
+                                        : 0;
+  }
+  __device__ void StartLoads() {
+    if (loads_.Ended()) return;
+    const Position<C>& at = loads_.at();
+    const int64_t first = at.batch * block::ValuesPerBatch(a_.geometry) + at.column % static_cast<int>(a_.geometry.bn) +
+                          thread_ % kRowPieces * kRows;
+    values_ = static_cast<const char*>(a_.values) + first * sizeof(T);
+  }
 
   __device__ void Produce(int step) {
     BarrierWait(shared_.Empty(at_.slot), at_.parity ^ 1);
@@ -173,36 +220,22 @@ class Producer {
       CopyPieces(x_places_ + ListOf(step));
       BarrierArriveAfterCopies(full);
     }
-    copies_.Next();
+    if (copies_.Next()) StartCopies();
     block::WaitForCopies<kAhead - 1>();
     // The step's weights have landed, those of the step before are transposed, and the list of the next is whole.
     NamedBarrier(kBarrier, C::kProducerThreads);
-    CopyWeights(step + kAhead);
+    CopyWeights(step + kAhead, scratch_ == 0 ? C::kScratches - 1 : scratch_ - 1);
     if ((step + kAhead + 1) % C::kListed == 0) List((step + kAhead + 1) / C::kListed);
-#pragma unroll
-    for (int i = 0; i < kUnits; ++i) {
-      const int column = i * kStride + column_;
-      if (C::kColumns >= kStride || column < C::kColumns) Transpose(step, column);
-    }
+    if (column_ < C::kColumns) Transpose();
     BarrierArrive(full);
     at_.Advance(C::kSlots);
-  }
-
-  // Where columns from `column` on of a row of a step's weights are kept as they came: pieces of rows that are
-  // transposed by neighbouring threads are permuted, so that these read different banks.
-  __device__ uint32_t Scratch(int step, int row, int column) const {
-    constexpr int kRowPieces = C::kColumns / kRows, kPermuted = kRowPieces < kPieces ? kRowPieces : kPieces;
-    const int piece = column / kRows ^ row / kRows % kPermuted;
-    return shared_.Scratch() + step % C::kScratches * C::kWeightBytes +
-           (row * C::kColumns + column % kRows) * sizeof(T) + piece * 16;
+    scratch_ = scratch_ == C::kScratches - 1 ? 0 : scratch_ + 1;
   }
 
   // A line of x by every eighth thread. Tokens beyond the last are left as they are: nobody stores their results.
   __device__ void CopyLine(const int32_t* places, uint32_t full) const {
     constexpr int kThreadsPerLine = C::kProducerThreads / C::kDepth;
     if (thread_ % kThreadsPerLine != 0) return BarrierArrive(full);
-    const Geometry& g = a_.geometry;
-    const Position<C>& at = copies_.at();
     const int row = thread_ / kThreadsPerLine;
     const int32_t place = places[row];
     const uint32_t line = shared_.Inputs(at_.slot) + Shared<C>::RowOffset(row);
@@ -211,53 +244,43 @@ class Producer {
       for (int i = 0; i < C::kRowBytes; i += 16) StoreShared16(line + i, uint4{});
       return BarrierArrive(full);
     }
-    const auto bytes = static_cast<uint32_t>(min(int64_t{C::kTokens}, g.tokens - at.token) * sizeof(T));
-    BarrierArriveExpect(full, bytes);
-    const T* const x = static_cast<const T*>(a_.x) + (at.batch * g.in_features + place) * g.tokens + at.token;
-    LoadBytes(line, x, bytes, full);
+    BarrierArriveExpect(full, x_bytes_);
+    LoadBytes(line, x_ + RowOffset(place, a_.x_pitch), x_bytes_, full);
   }
 
   __device__ void CopyPieces(const int32_t* places) const {
-    constexpr int kLinePieces = C::kRowBytes / 16;
     constexpr int kCopies = C::kDepth * kLinePieces / C::kProducerThreads;
     static_assert(kCopies % 4 == 0, "places are read four at a time");
-    const Geometry& g = a_.geometry;
-    const Position<C>& at = copies_.at();
-    const int first = thread_ / kLinePieces * kCopies, element = thread_ % kLinePieces * kRows;
-    const bool inside = at.token + element < g.tokens;
-    const uint32_t to = shared_.Inputs(at_.slot) + Shared<C>::RowOffset(first) + element * sizeof(T);
-    const T* const x = static_cast<const T*>(a_.x) + at.batch * g.in_features * g.tokens + at.token + element;
-    const auto tokens = static_cast<int32_t>(g.tokens);
+    const int first = thread_ / kLinePieces * kCopies;
+    const uint32_t to = shared_.Inputs(at_.slot) + Shared<C>::RowOffset(first) + thread_ % kLinePieces * 16;
 #pragma unroll
     for (int row = 0; row < kCopies; row += 4) {
       const int4 four = *reinterpret_cast<const int4*>(places + first + row);
       const int32_t place[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const bool exists = place[i] >= 0 && inside;
-        CopyAsync16(to + Shared<C>::RowOffset(row + i), exists ? x + int64_t{place[i]} * tokens : x, exists ? 16 : 0);
+        CopyAsync16(to + Shared<C>::RowOffset(row + i), x_ + RowOffset(place[i], a_.x_pitch),
+                    place[i] >= 0 ? x_bytes_ : 0);
       }
     }
   }
 
-  // A group of copies of its own.
-  __device__ void CopyWeights(int step) {
-    constexpr int kRowPieces = C::kColumns / kRows, kCopies = C::kDepth * kRowPieces / C::kProducerThreads;
-    static_assert(C::kDepth * kRowPieces % C::kProducerThreads == 0, "threads copy the same number of pieces");
+  // A group of copies of its own, to one of the kScratches.
+  __device__ void CopyWeights(int step, int scratch) {
+    constexpr int kCopies = C::kDepth * kRowPieces / C::kProducerThreads, kRowsApart = C::kProducerThreads / kRowPieces;
+    static_assert(kRowsApart % kRows == 0 && kRowsApart * kCopies == C::kDepth,
+                  "threads copy the same number of pieces");
     if (!loads_.Ended()) {
-      const Geometry& g = a_.geometry;
-      const Position<C>& at = loads_.at();
-      const auto bn = static_cast<int32_t>(g.bn);
-      const int column = thread_ % kRowPieces * kRows;
-      const T* const values =
-          static_cast<const T*>(a_.values) + at.batch * block::ValuesPerBatch(g) + at.column % bn + column;
+      const int32_t* const places = value_places_ + ListOf(step) + thread_ / kRowPieces;
+      const uint32_t to = copied_ + scratch * C::kWeightBytes;
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) {
-        const int row = i * (C::kProducerThreads / kRowPieces) + thread_ / kRowPieces;
-        const int32_t place = value_places_[ListOf(step) + row];
-        CopyAsync16(Scratch(step, row, column), values + (place >= 0 ? int64_t{place} * bn : 0), place >= 0 ? 16 : 0);
+        const int32_t place = places[i * kRowsApart];
+        // As Scratch(): the permutation of rows kRowsApart further on touches other bits than that of the first.
+        const uint32_t row = (to ^ i * kRowsApart / kRows % kPermuted * 16) + i * kRowsApart * kRowBytes;
+        CopyAsync16(row, values_ + RowOffset(place, a_.values_pitch), place >= 0 ? 16 : 0);
       }
-      loads_.Next();
+      if (loads_.Next()) StartLoads();
     }
     block::CommitCopies();
   }
@@ -272,11 +295,11 @@ class Producer {
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(to) : "r"(from) : "memory");
   }
 
-  // `column`: the first of the group, of the tile.
-  __device__ void Transpose(int step, int column) const {
+  __device__ void Transpose() const {
+    const uint32_t from = read_ + scratch_ * C::kWeightBytes;
     Group rows[kRows];
 #pragma unroll
-    for (int row = 0; row < kRows; ++row) Read(Scratch(step, piece_ * kRows + row, column), rows[row]);
+    for (int row = 0; row < kRows; ++row) Read(from + row * kRowBytes, rows[row]);
     uint32_t lines[kGroup][4];  // of each column, 16 bytes of k
     if constexpr (std::is_same_v<T, float>) {
 #pragma unroll
@@ -295,7 +318,7 @@ class Producer {
     }
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {
-      const uint32_t offset = (column + i) * kLineBytes + (piece_ ^ (column + i) % 8) * 16;
+      const uint32_t offset = (written_ ^ i * 16) + i * kLineBytes;
       uint32_t small[4];
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
@@ -317,10 +340,16 @@ class Producer {
   const Shared<C> shared_;
   int32_t* const x_places_;
   int32_t* const value_places_;
-  const int thread_, piece_, column_;
+  const int thread_, column_;
+  const uint32_t copied_, read_,
+      written_;  // where its first piece of a row comes and its first group is, then and later
   Kept kept_;
-  Walk<C> copies_, loads_;
+  Walk<C> copies_, loads_, rows_;
   RingPosition at_;
+  int scratch_ = 0;  // that is transposed next
+  const char* x_;    // of the tile, and its bytes in a line or (int8) piece
+  uint32_t x_bytes_;
+  const char* values_;  // of the tile, from this thread's piece of a row on
 };
 
 template <class C>
@@ -423,6 +452,7 @@ class Consumer {
   }
 
   __device__ void Release(int slot) const {
+    __syncwarp();
     if (lane_ == 0) BarrierArrive(shared_.Empty(slot));
   }
 

@@ -29,7 +29,8 @@ struct Arguments {
   int32_t column_tiles;
   int32_t token_tiles;
   int32_t tiles;
-  int32_t token_group;  // token tiles that walk the columns together, so that their x stays in the L2 cache
+  int32_t token_group;            // token tiles that walk the columns together, so that their x stays in the L2 cache
+  int32_t x_pitch, values_pitch;  // bytes between rows
 };
 
 // Where a kept row lies: its row of x and its run of values, both counted in rows; negative where it does not exist.
@@ -87,17 +88,22 @@ struct Kept {
   uint32_t word;
 };
 
+// Kept row `position` of a tile.
+template <class C>
+__device__ __forceinline__ Kept KeptAt(const Arguments& a, const Position<C>& at, int32_t position) {
+  const Geometry& g = a.geometry;
+  const int32_t window = position / a.kept;
+  return {window, position - window * a.kept, at.block,
+          __ldg(a.mask + (at.batch * g.windows + window) * g.out_blocks + at.block)};
+}
+
 // Row `row` of step `step`, counted over the tiles that this block walks with a stride of the grid.
 template <class C>
 __device__ __forceinline__ Kept FindKept(const Arguments& a, int32_t step, int row) {
-  const Geometry& g = a.geometry;
   const int32_t tile = static_cast<int32_t>(blockIdx.x + step / a.steps * gridDim.x);
   const int32_t position = step % a.steps * C::kDepth + row;
   if (tile >= a.tiles || position >= a.all_kept) return {};
-  const Position<C> at = Position<C>::At(a, tile);
-  const int32_t window = position / a.kept;
-  return {window, position % a.kept, at.block,
-          __ldg(a.mask + (at.batch * g.windows + window) * g.out_blocks + at.block)};
+  return KeptAt(a, Position<C>::At(a, tile), position);
 }
 
 __device__ __forceinline__ Place PlaceOf(const Arguments& a, const Kept& kept) {
@@ -107,18 +113,21 @@ __device__ __forceinline__ Place PlaceOf(const Arguments& a, const Kept& kept) {
   return {x, (kept.window * static_cast<int32_t>(a.geometry.out_blocks) + kept.block) * a.kept + kept.in_window};
 }
 
+inline int64_t SizeOf(DType dtype) { return dtype == DType::kF32 ? 4 : dtype == DType::kS8 ? 1 : 2; }
+
 // What these kernels can be asked for; operand dtypes aside.
 inline bool Supports(const Problem& problem, int columns) {
   const Geometry& g = problem.geometry;
   const DType x = problem.x.dtype, y = problem.result.dtype;
-  const int64_t bytes = x == DType::kF32 ? 4 : x == DType::kS8 ? 1 : 2;
+  const int64_t bytes = SizeOf(x);
   const auto fits = [](int64_t v) { return v < (int64_t{1} << 31); };
   const bool result =
       y == DType::kF32 || y == DType::kBF16 || y == DType::kF16 || (x == DType::kS8 && y == DType::kS32);
   return problem.values.dtype == x && result && g.window_units <= kMaskBits && g.bn % columns == 0 &&
-         g.tokens * bytes % 16 == 0 && fits(g.tokens) && fits(g.windows * g.rows_per_window()) &&
-         fits(g.windows * g.out_blocks * g.q * g.bk) && fits(g.out_blocks * g.bn) && fits(g.batch) &&
-         IsAligned(problem.x.data) && IsAligned(problem.values.data) && IsAligned(problem.result.data);
+         g.tokens * bytes % 16 == 0 && fits(g.tokens * bytes) && fits(g.bn * bytes) &&
+         fits(g.windows * g.rows_per_window()) && fits(g.windows * g.out_blocks * g.q * g.bk) &&
+         fits(g.out_blocks * g.bn) && fits(g.batch) && IsAligned(problem.x.data) && IsAligned(problem.values.data) &&
+         IsAligned(problem.result.data);
 }
 
 // One block for each of `blocks` at most, persistent. False where there are too many tiles.
@@ -139,6 +148,9 @@ bool FillArguments(const Problem& problem, int64_t blocks, Arguments* a) {
   a->column_tiles = static_cast<int32_t>(CeilDiv(g.out_features, C::kColumns));
   a->token_tiles = static_cast<int32_t>(CeilDiv(g.tokens, C::kTokens));
   a->token_group = kTokenGroup;
+  const int64_t bytes = SizeOf(problem.x.dtype);
+  a->x_pitch = static_cast<int32_t>(g.tokens * bytes);
+  a->values_pitch = static_cast<int32_t>(g.bn * bytes);
   const int64_t tiles = g.batch * a->column_tiles * a->token_tiles;
   if (tiles > kMaxBlocks - blocks) return false;
   a->tiles = static_cast<int32_t>(tiles);

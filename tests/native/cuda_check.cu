@@ -9,8 +9,8 @@
 //   * the result, its surroundings and the workspace are poisoned with NaN first; the surroundings must stay poisoned;
 //   * the launch runs twice, directly and captured into a CUDA graph: the bits must agree;
 //   * where the reference is exact (data are multiples of 1/4, so every float32 sum is exact) the result must be exact.
-// Exits with 0 when everything passed. --quick is a small set for compute-sanitizer, --every N takes
-// every Nth problem of a set (racecheck is slow).
+// Exits with 0 when everything passed. --quick is a small set for compute-sanitizer; --every N gives a
+// kernel its next problem only N problems after one that it took (racecheck is slow).
 //
 // Built by the CMake target `cuda_check`, which is not part of an ordinary build.
 #include <cuda_runtime.h>
@@ -299,9 +299,8 @@ int Main(int argc, char** argv) {
         : op == Op::kCompress ? std::vector{Kernel{"compress", cuda::Compress}}
                               : std::vector(std::begin(cuda::kSddmmKernels), std::end(cuda::kSddmmKernels));
     std::vector<int> passed(table.size()), declined(table.size()), failed(table.size());
-    std::vector<Case> problems;
-    const std::vector<Case> all = Problems(op, quick);
-    for (size_t i = 0; i < all.size(); i += every) problems.push_back(all[i]);
+    std::vector<size_t> next(table.size());  // the problem from which on the kernel is asked again
+    const std::vector<Case> problems = Problems(op, quick);
     // The reference takes far longer than the kernels, so it is made ahead, on all cores.
     std::deque<std::future<Instance>> ahead;
     for (size_t i = 0, made = 0; i < problems.size(); ++i) {
@@ -315,7 +314,7 @@ int Main(int argc, char** argv) {
       const Instance instance = ahead.front().get();
       ahead.pop_front();
       for (size_t k = 0; k < table.size(); ++k) {
-        if (!wanted(kernels, table[k].name)) continue;
+        if (!wanted(kernels, table[k].name) || i < next[k]) continue;
         std::string outcome = RunCase(table[k], c, instance, Precision::kHighest, device);
         if (UsesTf32(c, table[k])) {
           if (outcome != "-") outcome = "took a problem at the highest precision";
@@ -324,6 +323,7 @@ int Main(int argc, char** argv) {
             if (!lower.empty() || outcome == "-") outcome = lower;
           }
         }
+        if (outcome != "-") next[k] = i + every;
         if (outcome.empty()) {
           ++passed[k];
         } else if (outcome == "-") {
