@@ -144,8 +144,7 @@ __device__ void List(const Arguments& a, const SharedMap<C>& shared, int warp) {
                          "r"(units)
                          : "memory");
           }
-          __syncwarp();
-          if (lane == 0) BarrierArrive(shared.Full(at.slot));
+          BarrierArrive(shared.Full(at.slot));
         }
       }
     }
@@ -192,8 +191,7 @@ class Consumer {
   };
 
   __device__ void Release() {
-    __syncwarp();
-    if (lane_ == 0) BarrierArrive(shared_.Empty(done_.slot));
+    BarrierArrive(shared_.Empty(done_.slot));
     done_.Advance(a_.slots);
   }
 
@@ -319,8 +317,8 @@ __global__ void __launch_bounds__(kThreads, 1) ManyTokensT(const __grid_constant
   const int warpgroup = threadIdx.x / kWarpgroupSize;
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < a.slots; ++slot) {
-      BarrierInit(shared.Full(slot), 1 + kListWarps);
-      BarrierInit(shared.Empty(slot), kConsumers * 4);
+      BarrierInit(shared.Full(slot), 1 + kListWarps * kWarpSize);
+      BarrierInit(shared.Empty(slot), kConsumers * kWarpgroupSize);
     }
     BarrierInitFence();
   }

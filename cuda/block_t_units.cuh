@@ -164,7 +164,6 @@ class Consumer {
         rows_(C::kRows == 128 ? consumer * kMmaRows : 0),
         tokens_(C::kRows == 128 ? 0 : consumer * kMmaTokens),
         warp_(threadIdx.x / kWarpSize % 4),
-        lane_(threadIdx.x % kWarpSize),
         store_(shared.Store(threadIdx.x / kWarpSize)) {}
 
   __device__ void Run(const Tile& tile) {
@@ -180,10 +179,7 @@ class Consumer {
   }
 
  private:
-  __device__ void Release(int slot) {
-    __syncwarp();  // all lanes have read the flag
-    if (lane_ == 0) BarrierArrive(shared_.Empty(slot));
-  }
+  __device__ void Release(int slot) { BarrierArrive(shared_.Empty(slot)); }
 
   __device__ uint32_t AwaitStage() const {
     BarrierWait(shared_.Full(at_.slot), at_.parity);
@@ -227,7 +223,7 @@ class Consumer {
   const Arguments& a_;
   const SharedMap<C> shared_;
   const int rows_, tokens_;  // of this consumer in the tile
-  const int warp_, lane_;
+  const int warp_;
   const uint32_t store_;
   RingPosition at_;
 };
@@ -242,7 +238,7 @@ __global__ void __launch_bounds__(kThreads, 1) ManyTokensUnits(const __grid_cons
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < a.slots; ++slot) {
       BarrierInit(shared.Full(slot), 1);
-      BarrierInit(shared.Empty(slot), kConsumers * 4);
+      BarrierInit(shared.Empty(slot), kConsumers * kWarpgroupSize);
     }
     BarrierInitFence();
   }

@@ -15,10 +15,10 @@
 // Shared memory (bytes): ring of slots, in each kParts x kColumns x 128 of weights, then the lines of x, 32 bytes of
 //   padding after each that share a register, so that rows t of a fragment fall into different banks; places of 4 x 256
 //   kept rows in x and in the values, 4 bytes each; three steps of weights as they come; barriers, 2 x 8 a slot.
-// Synchronisation. full[slot]: 256 producers have arrived with the weights, and the lines of x have landed (int8: they
-//   have arrived twice, also after their copies of x). empty[slot]: all eight consumer warps are done with it.
-//   Producers wait for their copies of weights by groups, one of each step; named barrier 1, once a step, orders what
-//   they share: weights as they come, and lists.
+// Synchronisation. full[slot]: 256 producers have arrived twice, with the weights and after their copies of x.
+//   empty[slot]: the 256 threads of the consumers have read their x, and their products are done. Producers wait for
+//   their copies of weights by groups, one of each step; named barrier 1, once a step, orders what they share: weights
+//   as they come, and lists.
 #ifndef JAX_NMSPARSE_CUDA_BLOCK_WGMMA_RS_CUH_
 #define JAX_NMSPARSE_CUDA_BLOCK_WGMMA_RS_CUH_
 
@@ -47,7 +47,6 @@ struct Config {
   static constexpr int kProducers = 2;                            // warpgroups too
   static constexpr int kProducerThreads = kProducers * kWarpgroupSize;
   static constexpr int kThreads = kConsumers * kWarpgroupSize + kProducerThreads;
-  static constexpr int kArrivals = std::is_same_v<T, float> ? 1 : 2;  // of a producer for a step
   static constexpr int kProducerRegisters = kProducts == 3 ? 56 : 64;
   static constexpr int kConsumerRegisters = 256 - kProducerRegisters;
   static constexpr int kDepth = kLineBytes / sizeof(T);
@@ -120,9 +119,9 @@ class Walk {
 
 // Of the weights of a step a thread copies pieces of 16 bytes of columns, as they lie in memory, and later takes pieces
 // of 16 bytes of k (piece threadIdx.x % 8 of a line) of kGroup neighbouring columns at a time, which it transposes.
-// Eight neighbouring threads copy one row and read and write different banks. Of x, one thread of each warp copies four
-// lines of float32, where a line of int8 is too short for the copy engine: there a thread copies one piece of 16 bytes
-// of kCopies consecutive lines.
+// Eight neighbouring threads copy one row and read and write different banks. Of x, every eighth thread copies a line
+// of float32, where a line of int8 is too short for the copy engine: there a thread copies one piece of 16 bytes of
+// kCopies consecutive lines.
 template <class C>
 class Producer {
  public:
@@ -218,7 +217,7 @@ class Producer {
     BarrierWait(shared_.Empty(at_.slot), at_.parity ^ 1);
     const uint32_t full = shared_.Full(at_.slot);
     if constexpr (std::is_same_v<T, float>) {
-      CopyLines(x_places_ + ListOf(step), full);
+      CopyLine(x_places_ + ListOf(step), full);
     } else {
       CopyPieces(x_places_ + ListOf(step));
       BarrierArriveAfterCopies(full);
@@ -235,34 +234,20 @@ class Producer {
     scratch_ = scratch_ == C::kScratches - 1 ? 0 : scratch_ + 1;
   }
 
-  // Four lines of x by each warp. Tokens beyond the last are left as they are: nobody stores their results.
-  __device__ void CopyLines(const int32_t* places, uint32_t full) const {
-    constexpr int kLines = 4;
-    static_assert(kLines * C::kProducerThreads / kWarpSize == C::kDepth, "warps copy the same number of lines");
-    const int warp = thread_ / kWarpSize, lane = thread_ % kWarpSize;
-    const int4 four = *reinterpret_cast<const int4*>(places + warp * kLines);
-    const int32_t place[kLines] = {four.x, four.y, four.z, four.w};
-    const uint32_t to = shared_.Inputs(at_.slot) + Shared<C>::RowOffset(warp * kLines);
-    uint32_t bytes = 0;
-#pragma unroll
-    for (int i = 0; i < kLines; ++i) {
-      if (place[i] >= 0) {
-        bytes += x_bytes_;
-      } else {
-        for (int at = lane * 16; at < C::kRowBytes; at += kWarpSize * 16) {
-          StoreShared16(to + Shared<C>::RowOffset(i) + at, uint4{});
-        }
-      }
+  // A line of x by every eighth thread. Tokens beyond the last are left as they are: nobody stores their results.
+  __device__ void CopyLine(const int32_t* places, uint32_t full) const {
+    constexpr int kThreadsPerLine = C::kProducerThreads / C::kDepth;
+    if (thread_ % kThreadsPerLine != 0) return BarrierArrive(full);
+    const int row = thread_ / kThreadsPerLine;
+    const int32_t place = places[row];
+    const uint32_t line = shared_.Inputs(at_.slot) + Shared<C>::RowOffset(row);
+    if (place < 0) {
+#pragma unroll 4
+      for (int i = 0; i < C::kRowBytes; i += 16) StoreShared16(line + i, uint4{});
+      return BarrierArrive(full);
     }
-    if (ElectOne()) {
-      BarrierExpect(full, bytes);
-#pragma unroll
-      for (int i = 0; i < kLines; ++i) {
-        if (place[i] < 0) continue;
-        LoadBytes(to + Shared<C>::RowOffset(i), x_ + RowOffset(place[i], a_.x_pitch), x_bytes_, full);
-      }
-    }
-    __syncwarp();
+    BarrierArriveExpect(full, x_bytes_);
+    LoadBytes(line, x_ + RowOffset(place, a_.x_pitch), x_bytes_, full);
   }
 
   __device__ void CopyPieces(const int32_t* places) const {
@@ -470,9 +455,7 @@ class Consumer {
     MmaCommit();
   }
 
-  __device__ void Release(int slot) const {
-    if (lane_ == 0) BarrierArrive(shared_.Empty(slot));
-  }
+  __device__ void Release(int slot) const { BarrierArrive(shared_.Empty(slot)); }
 
   // Sets of operands take turns: one is prepared while the products of the other run. (Three products leave registers
   // for one set.)
@@ -483,7 +466,6 @@ class Consumer {
     int pending = 0;  // slot whose products may still run
     for (int step = 0; step < a_.steps; ++step, at_.Advance(C::kSlots)) {
       BarrierWait(shared_.Full(at_.slot), at_.parity);
-      __syncwarp();  // all lanes have read x of the step before
       ProxyFence();  // the tensor cores read what threads wrote; here, where no reads of global memory hold it up
 #pragma unroll
       for (int product = 0; product < kProductsOfStep; ++product) {
@@ -555,8 +537,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) ManyTokensRs(const __grid_cons
   const Shared<C> shared{SharedAddress(storage)};
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < C::kSlots; ++slot) {
-      BarrierInit(shared.Full(slot), C::kArrivals * C::kProducerThreads);
-      BarrierInit(shared.Empty(slot), C::kConsumers * 4);
+      BarrierInit(shared.Full(slot), 2 * C::kProducerThreads);
+      BarrierInit(shared.Empty(slot), C::kConsumers * kWarpgroupSize);
     }
     BarrierInitFence();
   }

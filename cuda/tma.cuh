@@ -32,10 +32,6 @@ __device__ __forceinline__ void BarrierArrive(uint32_t barrier) {
 __device__ __forceinline__ void BarrierArriveExpect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-// Announces bytes without arriving, before the thread's arrival.
-__device__ __forceinline__ void BarrierExpect(uint32_t barrier, uint32_t bytes) {
-  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
 // Arrives when the cp.async copies that this thread has issued so far have landed.
 __device__ __forceinline__ void BarrierArriveAfterCopies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
