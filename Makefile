@@ -1,5 +1,6 @@
 # The two commands are `make demo` and `make test`. Each builds its virtual environment on first use; what a machine
-# needs is python3 (3.11 or newer, with venv), make and a C++ compiler. CUDA is built too where nvcc is found.
+# needs is python3 (3.11 or newer, with venv), make and a C++ compiler. CUDA is built too where nvcc is found, the generic
+# kernels for one architecture, whose PTX newer ones compile when they load it; `pip install .` and wheels hold more.
 
 PYTHON ?= python3
 VENV := .venv
@@ -21,7 +22,7 @@ help:
 $(VENV)/installed: $(SOURCES)
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet '.[test,demo,dev,docs]'
+	$(BIN)/python -m pip install --quiet -C cmake.define.JAX_NMSPARSE_CUDA_ARCHITECTURES=80 '.[test,demo,dev,docs]'
 	touch $@
 
 $(VENV)/model: $(VENV)/installed

@@ -55,7 +55,6 @@ class Sizes:
       decoder: Sizes of the decoder, whose layers are as many as are measured; batches: its sequences; context:
         positions in its cache.
       dtypes: Of weights and activations.
-      calls: Calls in the long program of a measurement; None for what its time suggests.
     """
 
     mlp: tuple[tuple[int, int], ...] = ((4096, 14336), (8192, 28672))
@@ -66,7 +65,6 @@ class Sizes:
     batches: tuple[int, ...] = (1, 16)
     context: int = 512
     dtypes: tuple[str, ...] = ("bfloat16",)
-    calls: int | None = None
 
 
 TINY = Sizes(
@@ -78,7 +76,6 @@ TINY = Sizes(
     batches=(2,),
     context=4,
     dtypes=("float32",),
-    calls=5,
 )
 
 
@@ -228,7 +225,7 @@ def difference(got: Any, want: Any) -> float:
     return worst
 
 
-def measure(program: Program, devices: int, reference: Any, tolerance: float, calls: int | None) -> dict[str, Any]:
+def measure(program: Program, devices: int, reference: Any, tolerance: float) -> dict[str, Any]:
     """Checks and times a program on a number of devices."""
     mesh = _mesh(devices)
     x, weights = _place(program, mesh)
@@ -242,11 +239,7 @@ def measure(program: Program, devices: int, reference: Any, tolerance: float, ca
     rotated = [weights] + [
         jax.tree.map(lambda a: jnp.copy(a), weights) for _ in range(timing.copies(size // parallel, 16) - 1)
     ]
-    number = calls or timing.calls_for(1e6 * size / parallel / 4e12)
-    # Labels stay what they are: only the order of the examples changes.
-    inputs = timing.inputs_for(program.x, number) if not isinstance(program.x, tuple) else [program.x] * number
-    inputs = jax.device_put(inputs, NamedSharding(mesh, program.x_spec))
-    watch = timing.Stopwatch(program.function, inputs, rotated).measure()
+    watch = timing.Stopwatch(program.function, x, rotated, 1e6 * size / parallel / 4e12).measure()
     return {"time_us": watch.time_us, "spread": watch.spread, "rel_err": error, "collectives": moved(compiled)}
 
 
@@ -297,7 +290,7 @@ def run_all(sizes: Sizes, counts: list[int], write: Callable[[list[dict[str, Any
                 base: dict[str, Any] | None = None
                 for devices in counts:
                     measured = [
-                        measure(p, devices, want, TOLERANCE[dtype], sizes.calls)
+                        measure(p, devices, want, TOLERANCE[dtype])
                         for p, want in zip((program, dense), wants, strict=True)
                     ]
                     row = _row(program, pattern, dtype, devices, *measured)

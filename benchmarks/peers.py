@@ -1,4 +1,4 @@
-"""Other systems on the same operands: JAX's BCOO, and cuSPARSELt's 2:4 through PyTorch."""
+"""Other systems on the same operands: JAX's BCOO, and through PyTorch cuSPARSELt's 2:4 and cuBLAS' dense int8."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import time
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import sparse
 
 import jax_nmsparse as nms
@@ -18,13 +17,20 @@ from benchmarks.shapes import Case
 def measure(case: Case, inputs, w: nms.NMSparse) -> dict[str, float]:
     """{peer: us} for the peers that can run the case; spmm alone."""
     result: dict[str, float] = {}
-    if case.op != "spmm" or case.dtype in ("int8", "float8_e4m3fn"):
+    if case.op != "spmm":
         return result
-    if case.tokens == 1 and case.shape == (4096, 4096):
+    if case.tokens == 1 and case.shape == (4096, 4096) and case.dtype in ("float32", "bfloat16"):
         result["jax BCOO"] = round(_bcoo(inputs, sparse.BCOO.fromdense(w.todense())), 1)
-    time = _cusparselt(case, inputs, w)
-    if time is not None:
-        result["cuSPARSELt"] = time
+    if jax.default_backend() != "gpu":
+        return result
+    try:
+        import torch  # noqa: PLC0415  # pyright: ignore[reportMissingImports]  (an optional peer)
+    except ImportError:
+        return result
+    if case.pattern == "2:4" and case.block == (1, 1) and case.dtype == "bfloat16":
+        result["cuSPARSELt"] = _cusparselt(torch, inputs, w)
+    if case.dtype == "int8 x int8" and case.tokens > 16:
+        result["cuBLAS dense int8"] = _int8(torch, inputs, w)
     return result
 
 
@@ -40,29 +46,32 @@ def _bcoo(x: jax.Array, matrix: sparse.BCOO) -> float:
     return statistics.median(times)
 
 
-def _cusparselt(case: Case, x: jax.Array, w: nms.NMSparse) -> float | None:
-    if case.pattern != "2:4" or case.dtype != "bfloat16" or jax.default_backend() != "gpu":
-        return None
-    try:
-        import torch  # noqa: PLC0415  # pyright: ignore[reportMissingImports]  (an optional peer)
-    except ImportError:
-        return None
-
-    def tensor(array):
-        return torch.from_numpy(np.array(array.astype(jnp.float32))).cuda().to(torch.bfloat16)
-
-    sets = min(8, timing.copies(w.nbytes))
-    dense = tensor(w.todense()).T.contiguous()
-    weights = [torch.sparse.to_sparse_semi_structured(dense.clone()) for _ in range(sets)]
+def _cusparselt(torch, x: jax.Array, w: nms.NMSparse) -> float:
+    dense = torch.from_dlpack(w.todense()).T.contiguous()
+    weights = [torch.sparse.to_sparse_semi_structured(dense.clone()) for _ in range(min(8, timing.copies(w.nbytes)))]
     # cuSPARSELt wants tokens in multiples of 8; a smaller batch is padded, as its users have to.
-    padded = tensor(jnp.pad(x, ((0, -x.shape[0] % 8), (0, 0)))).T.contiguous()
-    for weight in weights:
-        torch.mm(weight, padded)
+    padded = torch.from_dlpack(jnp.pad(x, ((0, -x.shape[0] % 8), (0, 0)))).T.contiguous()
+    return _in_a_graph(torch, torch.mm, [(weight, padded) for weight in weights])
+
+
+def _int8(torch, x: jax.Array, w: nms.NMSparse) -> float:
+    # cuBLAS wants the weight column-major.
+    integers = nms.NMSparse(w.values, w.mask, shape=w.shape, pattern=w.pattern)
+    dense = torch.from_dlpack(integers.todense()).T.contiguous()
+    tokens, sets = torch.from_dlpack(x), min(8, timing.copies(dense.numel()))
+    return _in_a_graph(torch, torch._int_mm, [(tokens, dense.clone().T) for _ in range(sets)])
+
+
+def _in_a_graph(torch, product, operands: list[tuple]) -> float:
+    """Microseconds of a product, with each of several operands in turn, captured into a CUDA graph."""
+    for pair in operands:
+        product(*pair)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
+    calls = 4 * len(operands)
     with torch.cuda.graph(graph):
-        for i in range(4 * sets):
-            torch.mm(weights[i % sets], padded)
+        for i in range(calls):
+            product(*operands[i % len(operands)])
     times = []
     for _ in range(9):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -70,5 +79,5 @@ def _cusparselt(case: Case, x: jax.Array, w: nms.NMSparse) -> float | None:
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(1000 * start.elapsed_time(end) / (4 * sets))
+        times.append(1000 * start.elapsed_time(end) / calls)
     return round(statistics.median(times), 2)

@@ -2,7 +2,8 @@
 
 Every row is checked against a float32 product at highest precision before it is timed, and stands beside the dense
 product of the same dtype and precision and the floor (bytes or FLOPs over the device's measured ceilings), all from
-the same run.
+the same run. The time of a feature-major kernel is that of a call whose neighbours are feature-major too, as inside a
+model; `isolated_us` is that of a call with row-major activations, transposes included.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ from benchmarks import peers as peers_lib
 from benchmarks import timing
 from benchmarks.shapes import SUITES, Case, suite
 from jax_nmsparse import dispatch, tuning
-from jax_nmsparse.kernels import KERNELS
+from jax_nmsparse.kernels import KERNELS, Call, Kernel
 from jax_nmsparse.layout import Layout
 
 _QUANTISED = ("int8", "float8_e4m3fn")
+_INTEGERS = "int8 x int8"
 _PRECISION = {"tf32x3": jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3}
 _GROUP = 8
 """Cases that are compiled together, on threads. XLA tries out kernels meanwhile, so nothing is timed then."""
@@ -44,8 +46,21 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 
 
 def activation_dtype(case: Case):
-    """dtype of x and of the dense weight; quantised weights stand beside bfloat16 activations."""
+    """dtype of x and of the dense weight; quantised weights alone stand beside bfloat16 activations."""
+    if case.dtype == _INTEGERS:
+        return jnp.dtype(jnp.int8)
     return jnp.dtype(jnp.bfloat16 if case.dtype in _QUANTISED else case.dtype)
+
+
+def _values_dtype(case: Case) -> str:
+    return "int8" if case.dtype == _INTEGERS else case.dtype
+
+
+def _normal(key: jax.Array, shape: tuple[int, ...], dtype, scale: float = 1.0) -> jax.Array:
+    """Normal numbers; for int8 of standard deviation 30, rounded."""
+    if dtype == jnp.int8:
+        return jnp.round(30 * jax.random.normal(key, shape, jnp.float32)).astype(jnp.int8)
+    return jax.random.normal(key, shape, dtype) * np.float32(scale).astype(dtype)
 
 
 def _pattern(case: Case) -> nms.NMPattern:
@@ -84,8 +99,11 @@ def functions(case: Case, implementation: str | None = None):
     k, n = case.shape
     dtype, precision = activation_dtype(case), _PRECISION.get(case.precision, case.precision)
     kx, kg = jax.random.split(_key(case))
-    x = jax.random.normal(kx, (case.tokens, k), dtype)
-    g = jax.random.normal(kg, (case.tokens, n), dtype)
+    x, g = _normal(kx, (case.tokens, k), dtype), _normal(kg, (case.tokens, n), dtype)
+    # Integers are added up as such; elsewhere the result has the operands' dtype.
+    dot = functools.partial(
+        jnp.dot, precision=precision, preferred_element_type=jnp.int32 if dtype == jnp.int8 else None
+    )
 
     def spmm(x, w):
         return nms.spmm(x, w, transpose=case.op == "spmm_t", precision=precision, implementation=implementation)
@@ -94,10 +112,10 @@ def functions(case: Case, implementation: str | None = None):
         return nms.sddmm(xg[0], xg[1], w, precision=precision, implementation=implementation)
 
     if case.op == "sddmm":
-        return (x, g), sddmm, lambda xg, w: jnp.dot(xg[0].T, xg[1], precision=precision)
+        return (x, g), sddmm, lambda xg, w: dot(xg[0].T, xg[1])
     if case.op == "spmm_t":
-        return g, spmm, lambda g, w: jnp.dot(g, w.T, precision=precision)
-    return x, spmm, lambda x, w: jnp.dot(x, w, precision=precision)
+        return g, spmm, lambda g, w: dot(g, w.T)
+    return x, spmm, dot
 
 
 def _key(case: Case) -> jax.Array:
@@ -134,40 +152,54 @@ class Run:
         self.case = case
         self.inputs, sparse, dense = functions(case)
         keys = jax.random.split(_key(case), 64)
-        self.first = random_weight(keys[0], case.shape, _pattern(case), case.dtype)
-        weights = [self.first] + [
-            random_weight(k, case.shape, _pattern(case), case.dtype) for k in keys[1 : timing.copies(self.first.nbytes)]
-        ]
+        draw = functools.partial(random_weight, shape=case.shape, pattern=_pattern(case), dtype=_values_dtype(case))
+        self.first = draw(keys[0])
+        self._weights = [self.first, *map(draw, keys[1 : timing.copies(self.first.nbytes)])]
         dtype = activation_dtype(case)
-        dense_bytes = case.shape[0] * case.shape[1] * dtype.itemsize
-        dense_weights = [
-            jax.random.normal(k, case.shape, dtype) / np.float32(np.sqrt(case.shape[0])).astype(dtype)
-            for k in keys[: timing.copies(dense_bytes)]
-        ]
-        # A rough time of the dense call in us, which says how many calls make a program long enough.
-        bandwidth, rate = (4e6, 6e8) if jax.default_backend() == "gpu" else (2e4, 1e5)
-        estimate = max(dense_bytes / bandwidth, 2 * case.tokens * case.shape[0] * case.shape[1] / rate)
-        calls = timing.inputs_for(self.inputs, timing.calls_for(estimate))
-        self.dense = timing.Stopwatch(dense, calls, dense_weights)
-        self.ways: dict[str, tuple[timing.Stopwatch, Future]] = {}
+        copies = timing.copies(case.shape[0] * case.shape[1] * dtype.itemsize)
+        dense_weights = [_normal(k, case.shape, dtype, 1 / np.sqrt(case.shape[0])) for k in keys[:copies]]
+        # On a device without recorded ceilings, a guess for a processor.
+        flops = 2 * case.tokens * case.shape[0] * case.shape[1]
+        self._estimate_us = self.explain().dense_floor_us or max(flops / 1e5, self.first.nbytes / 2e4)
+        self.dense = self._stopwatch(dense, dense_weights)
+        self.ways: dict[str, timing.Stopwatch] = {}
+        self._errors: dict[str, Future] = {}
+        for kernel in self._kernels():
+            with dispatch.only_kernel(kernel.name):
+                # A function of its own: one that was traced before keeps its kernel.
+                self._add(kernel.name, lambda *operands: sparse(*operands), kernel.feature_major)
+        by_xla = dispatch.BY_XLA & self.ways.keys()
+        if case.op != "spmm" and not by_xla:
+            self._add("xla", functions(case, implementation="xla")[1])
+        choice = self.explain().choice
+        self.isolated = None
+        if choice.kernel is not None and choice.kernel.feature_major:
+            self.isolated = self._stopwatch(lambda *operands: sparse(*operands), self._weights)
+
+    def _kernels(self) -> list[Kernel]:
+        """Those that take the case; "simple", which takes all, where there is no other."""
+        found = []
         for kernel in KERNELS:
-            if kernel.implementation == _implementation() and case.op in kernel.ops:
+            if kernel.implementation == _implementation() and self.case.op in kernel.ops:
                 with dispatch.only_kernel(kernel.name):
                     if self.explain().choice.kernel is kernel:
-                        self._add(kernel.name, lambda *operands: sparse(*operands), calls, weights)
-        if case.op != "spmm":
-            self._add("xla", functions(case, implementation="xla")[1], calls, weights)
+                        found.append(kernel)
+        return [k for k in found if k.name != "simple"] or found
 
-    def _add(self, name: str, call, calls, weights) -> None:
-        error = timing.compile_later(_error(self.case, call), self.inputs, self.first)
-        self.ways[name] = (timing.Stopwatch(call, calls, weights), error)
+    def _stopwatch(self, call, weights, feature_major: bool = False) -> timing.Stopwatch:
+        return timing.Stopwatch(call, self.inputs, weights, self._estimate_us, feature_major)
+
+    def _add(self, name: str, call, feature_major: bool = False) -> None:
+        self._errors[name] = timing.compile_later(_error(self.case, call), self.inputs, self.first)
+        self.ways[name] = self._stopwatch(call, self._weights, feature_major)
 
     def wait(self) -> None:
         """Until everything is compiled."""
-        for stopwatch, error in self.ways.values():
-            stopwatch.wait()
+        for stopwatch in (*self.ways.values(), self.dense, self.isolated):
+            if stopwatch is not None:
+                stopwatch.wait()
+        for error in self._errors.values():
             error.result()
-        self.dense.wait()
 
     def explain(self) -> nms.Explanation:
         x = self.inputs[0] if self.case.op == "sddmm" else self.inputs
@@ -177,25 +209,28 @@ class Run:
     def _check_floors(self, measured: dict[str, timing.Timing]) -> None:
         """A time well below what the hardware allows says that the program did something else."""
         explanation = self.explain()
+        around_dense = {"dense", "xla", *dispatch.BY_XLA}
         for name, result in measured.items():
-            floor = explanation.dense_floor_us if name in ("dense", "xla") else explanation.floor_us
+            floor = explanation.dense_floor_us if name in around_dense else explanation.floor_us
             if floor is not None and result.time_us < 0.8 * floor:
                 raise AssertionError(f"{self.case}: {name} took {result.time_us} us, less than the floor of {floor} us")
 
     def row(self, peers: bool, record: bool) -> dict:
         """Checks and times every way; the row's time is that of what the automatic choice takes."""
         case = self.case
-        errors = {name: float(error.result()(self.inputs, self.first)) for name, (_, error) in self.ways.items()}
+        errors = {name: float(error.result()(self.inputs, self.first)) for name, error in self._errors.items()}
         wrong = {name: error for name, error in errors.items() if not error < 2e-2}
         if wrong:
             raise AssertionError(f"{case}: relative errors {wrong}")
-        measured = {name: stopwatch.measure() for name, (stopwatch, _) in self.ways.items()}
+        before = self.explain().choice.name
+        measured = {name: stopwatch.measure() for name, stopwatch in self.ways.items()}
         measured["dense"] = self.dense.measure()
         self._check_floors(measured)
         if record:
-            _record(case, self.first, {name: m.time_us for name, m in measured.items()})
+            _record(self.explain().call, {name: m.time_us for name, m in measured.items()})
         explanation = self.explain()
         name = explanation.choice.name
+        isolated = self.isolated.measure() if self.isolated is not None and name == before else None
         return {
             "op": case.op,
             "pattern": case.pattern,
@@ -213,21 +248,23 @@ class Run:
             "dense_spread": measured["dense"].spread,
             "floor_us": None if explanation.floor_us is None else round(explanation.floor_us, 3),
             "rel_err": float(f"{errors.get(name, 0.0):.3g}"),
+            **({} if isolated is None else {"isolated_us": isolated.time_us}),
             "kernels": {k: m.time_us for k, m in measured.items() if k != "dense"},
             "peers": peers_lib.measure(case, self.inputs, self.first) if peers else {},
         }
 
 
-def _record(case: Case, w: nms.NMSparse, times: dict[str, float]) -> None:
-    """Puts the times of a case into the table that dispatch reads, in place of older ones of the same case."""
+def _record(call: Call, times: dict[str, float]) -> None:
+    """Puts the times of a call into the table that dispatch reads, in place of older ones of the same call."""
+    dtype, precision = call.measured_as
     point = {
-        "op": case.op,
-        "pattern": str(w.pattern),
-        "dtype": jnp.dtype(case.dtype if case.op != "sddmm" else activation_dtype(case)).name,
-        "precision": case.precision,
-        "tokens": case.tokens,
-        "in_features": case.shape[0],
-        "out_features": case.shape[1],
+        "op": call.op,
+        "pattern": str(call.layout.pattern),
+        "dtype": dtype,
+        "precision": precision,
+        "tokens": call.tokens,
+        "in_features": call.layout.in_features,
+        "out_features": call.layout.out_features,
         "times_us": times,
     }
 
@@ -287,7 +324,8 @@ def metadata(suite_name: str, sources: str) -> dict:
         "cpu_count": len(os.sched_getaffinity(0)),
         "versions": {p: importlib.metadata.version(p) for p in ("jax", "jaxlib", "numpy", "flax")},
         "seed": "crc32 of the case",
-        "timing": "inside one jit, rotating weights of more than 240 MB, median of 9, difference of two lengths",
+        "timing": "calls in one jitted program, weights rotating over more than 240 MB, programs queued, "
+        "difference of two lengths, median of 7; where a kernel is feature-major so are its activations",
     }
 
 

@@ -59,26 +59,33 @@ def _cross(ops, patterns, blocks, dtypes, tokens, shapes, precision="default") -
 
 def suite(name: str) -> list[Case]:
     """The cases of a suite."""
+    # The most telling first: a run may be stopped after a time.
     if name == "decode":
         vw = ["16:32", "8:32", "4:32"]
         cases = _cross(["spmm"], ["2:4", "16:32", "8:32", "3:32"], [EW], ["bfloat16"], [1], SHAPES)
         cases += _cross(["spmm"], ["16:32", "3:32"], [EW], ["float32"], [1], SHAPES, "highest")
-        cases += _cross(["spmm"], vw, [VW128], ["bfloat16"], [1, 16, 64], SHAPES)
         cases += _cross(["spmm"], ["2:4", "16:32"], [EW], ["bfloat16"], [8, 16, 32, 64], SHAPES)
-        cases += _cross(["spmm"], ["8:32"], [EW], ["bfloat16"], [8, 16], SHAPES)
-        cases += _cross(["spmm_t"], ["16:32"], [EW, VW128], ["bfloat16"], [1], SHAPES)
-        cases += _cross(["spmm"], ["16:32"], [EW], ["int8", "float8_e4m3fn"], [1], SHAPES)
+        cases += _cross(["spmm"], ["8:32", "3:32"], [EW], ["bfloat16"], [2, 4, 8, 16], SHAPES)
+        cases += _cross(["spmm"], vw, [VW128], ["bfloat16"], [1, 16, 64], SHAPES)
         cases += _cross(["spmm"], ["16:32", "8:32"], [VW128], ["bfloat16"], [128], SHAPES)
+        cases += _cross(["spmm"], ["16:32"], [EW], ["bfloat16"], [2, 4], SHAPES)
+        cases += _cross(["spmm"], ["8:32"], [EW], ["float32"], [8], SHAPES, "highest")
+        cases += _cross(["spmm_t"], ["16:32"], [EW, VW128], ["bfloat16"], [1], SHAPES)
+        cases += _cross(["spmm"], ["16:32"], [EW, VW128], ["int8", "float8_e4m3fn"], [1], SHAPES)
+        cases += _cross(["spmm"], ["8:32"], [EW], ["int8"], [8], SHAPES)
         return cases + _cross(["spmm"], vw, [VW64], ["bfloat16"], [1, 16, 64], SHAPES)
     if name == "prefill":
         patterns = ["16:32", "8:32", "4:32", "3:32"]
         cases = _cross(["spmm"], patterns, [VW128], ["bfloat16"], [4096], TRAIN_SHAPES)
-        cases += _cross(["spmm"], ["8:32"], [VW128], ["bfloat16"], [256, 1024], TRAIN_SHAPES)
-        cases += _cross(["spmm"], patterns, [BW64, VW64], ["bfloat16"], [4096], TRAIN_SHAPES)
-        cases += _cross(["spmm"], ["2:4", "8:32"], [EW], ["bfloat16"], [256, 4096], TRAIN_SHAPES)
         cases += _cross(["spmm"], patterns, [VW128], ["float32"], [4096], TRAIN_SHAPES)
         cases += _cross(["spmm"], patterns, [VW128], ["float32"], [4096], TRAIN_SHAPES, "tf32x3")
-        return cases + _cross(["spmm"], patterns, [VW32], ["float32"], [4096], TRAIN_SHAPES[:1], "highest")
+        cases += _cross(["spmm"], patterns, [VW128], ["int8 x int8"], [4096], TRAIN_SHAPES)
+        cases += _cross(["spmm"], ["8:32"], [VW128], ["bfloat16"], [256, 1024], TRAIN_SHAPES)
+        cases += _cross(["spmm"], ["2:4", "8:32"], [EW], ["bfloat16"], [4096], TRAIN_SHAPES)
+        cases += _cross(["spmm"], patterns, [VW32], ["float32"], [4096], TRAIN_SHAPES[:1], "highest")
+        cases += _cross(["spmm"], patterns, [BW64, VW64], ["bfloat16"], [4096], TRAIN_SHAPES)
+        cases += _cross(["spmm"], ["8:32"], [VW128], ["int8 x int8", "float32"], [256, 1024], TRAIN_SHAPES)
+        return cases + _cross(["spmm"], ["2:4", "8:32"], [EW], ["bfloat16"], [256], TRAIN_SHAPES)
     if name == "train":
         ops = ["spmm", "spmm_t", "sddmm"]
         return _cross(ops, ["16:32", "8:32"], [VW128, EW], ["bfloat16"], [4096], TRAIN_SHAPES)

@@ -56,7 +56,10 @@ def _fastest(rows: list[dict]) -> list[dict]:
 
 
 def summary(run: dict, brief: bool = False) -> str:
-    """One line per case over all its shapes: geometric mean, worst and best of dense_us / time_us."""
+    """One line per case over all its shapes: geometric mean, worst and best of dense_us / time_us.
+
+    "row-major" is the same mean for calls of feature-major kernels whose neighbours are not.
+    """
     groups: dict[tuple, list[dict]] = defaultdict(list)
     for row in _fastest(run["rows"]):
         if brief and (row["op"] != "spmm" or row["block"] == "1x64" or row["tokens"] in (2, 4, 32, 256)):
@@ -67,6 +70,7 @@ def summary(run: dict, brief: bool = False) -> str:
     for (op, dtype, precision, block, pattern, tokens), group in groups.items():
         ratios = [r["dense_us"] / r["time_us"] for r in group]
         floors = [r["floor_us"] / r["time_us"] for r in group if r["floor_us"]]
+        isolated = [r["dense_us"] / r["isolated_us"] for r in group if r.get("isolated_us")]
         kernels = ", ".join(sorted({r["kernel"] for r in group}))
         rows.append(
             [
@@ -76,12 +80,22 @@ def summary(run: dict, brief: bool = False) -> str:
                 str(tokens),
                 f"{geometric_mean(ratios):.2f}",
                 f"{min(ratios):.2f} to {max(ratios):.2f}",
+                f"{geometric_mean(isolated):.2f}" if isolated else "",
                 f"{100 * geometric_mean(floors):.0f} %" if floors else "",
                 kernels,
             ]
         )
-    header = ["op", "dtype", "pattern", "tokens", "dense / sparse time", "range over shapes", "of the floor", "kernel"]
-    return _table(header, rows) + "\n" + _provenance(run) + "\n"
+    header = [
+        "op",
+        "dtype",
+        "pattern",
+        "tokens",
+        "dense / sparse time",
+        "range over shapes",
+        "row-major",
+        "of the floor",
+    ]
+    return _table([*header, "kernel"], rows) + "\n" + _provenance(run) + "\n"
 
 
 def full(run: dict) -> str:
@@ -95,6 +109,7 @@ def full(run: dict) -> str:
             f"{row['in_features']}x{row['out_features']}",
             row["kernel"],
             f"{row['time_us']:.1f}",
+            f"{row['isolated_us']:.1f}" if row.get("isolated_us") else "",
             f"{row['dense_us']:.1f}",
             f"{row['dense_us'] / row['time_us']:.2f}",
             "" if row["floor_us"] is None else f"{row['floor_us']:.1f}",
@@ -110,6 +125,7 @@ def full(run: dict) -> str:
         "in x out",
         "kernel",
         "us",
+        "row-major us",
         "dense us",
         "ratio",
         "floor us",

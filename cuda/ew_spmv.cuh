@@ -51,18 +51,23 @@ struct SpmvPlan {
   int32_t chunk_windows;  // of which x is staged at a time
 };
 
-template <class C>
-__device__ __forceinline__ void MultiplyKept(typename C::Acc weight, const typename C::Acc* x, int64_t stride, int row,
-                                             typename C::Acc (&sum)[C::kTokens]) {
+// x in shared memory, [token][stride].
+template <class Acc, int kTokens>
+struct RowsByToken {
+  const Acc* x;
+  int64_t stride;
+
+  __device__ __forceinline__ void AddRow(Acc weight, int row, Acc (&sum)[kTokens]) const {
 #pragma unroll
-  for (int token = 0; token < C::kTokens; ++token) sum[token] += weight * x[token * stride + row];
-}
+    for (int token = 0; token < kTokens; ++token) sum[token] += weight * x[token * stride + row];
+  }
+};
 
 // The kept values of a lane's columns in one window times its rows: each column's from both ends of its mask word, in
-// two chains of additions.
-template <class C, class Columns, class Bits>
-__device__ __forceinline__ void MultiplyColumns(Columns& kept, const Bits& bits, const typename C::Acc* rows,
-                                                int64_t stride, typename C::Acc (&high)[C::kLaneColumns][C::kTokens],
+// two chains of additions. rows.AddRow(weight, row, sum) adds a product for every token.
+template <class C, class Columns, class Bits, class Rows>
+__device__ __forceinline__ void MultiplyColumns(Columns& kept, const Bits& bits, const Rows& rows,
+                                                typename C::Acc (&high)[C::kLaneColumns][C::kTokens],
                                                 typename C::Acc (&low)[C::kLaneColumns][C::kTokens]) {
   using Acc = typename C::Acc;
   kept.Prepare();
@@ -73,11 +78,11 @@ __device__ __forceinline__ void MultiplyColumns(Columns& kept, const Bits& bits,
     for (int j = 0; j < (C::kQ + 1) / 2; ++j) {
       const int top = HighestBit(set);
       set ^= Bit(top);
-      MultiplyKept<C>(kept.template At<Acc>((c + 1) * C::kQ - 1 - j), rows, stride, top, high[c]);
+      rows.AddRow(kept.template At<Acc>((c + 1) * C::kQ - 1 - j), top, high[c]);
       if (j < C::kQ / 2) {
         const int bottom = LeadingZeros(reversed);
         reversed ^= BitFromTop(bottom);
-        MultiplyKept<C>(kept.template At<Acc>(c * C::kQ + j), rows, stride, bottom, low[c]);
+        rows.AddRow(kept.template At<Acc>(c * C::kQ + j), bottom, low[c]);
       }
     }
   }
@@ -150,9 +155,9 @@ __global__ void __launch_bounds__(kWarpSize* C::kWarps, C::kQ > 0 && C::kWarps *
 #pragma unroll
       for (int u = 0; u < C::kUnroll; ++u) {
         if (window + u * C::kWarps >= last) break;
-        const Acc* rows = x + (window + u * C::kWarps - chunk) * kWindow;
+        const RowsByToken<Acc, C::kTokens> rows{x + (window + u * C::kWarps - chunk) * kWindow, stride};
         if constexpr (C::kQ > 0) {
-          MultiplyColumns<C>(kept[u], bits[u], rows, stride, high, low);
+          MultiplyColumns<C>(kept[u], bits[u], rows, high, low);
         } else {
           const Value* column_values = reinterpret_cast<const Value*>(kept_values[u]);
           uint32_t set = bits[u].words[0];
@@ -160,7 +165,7 @@ __global__ void __launch_bounds__(kWarpSize* C::kWarps, C::kQ > 0 && C::kWarps *
           for (int j = q - 1; j >= 0; --j) {
             const int top = HighestBit(set);
             set ^= Bit(top);
-            MultiplyKept<C>(ToAccumulator<Acc>(column_values[j]), rows, stride, top, high[0]);
+            rows.AddRow(ToAccumulator<Acc>(column_values[j]), top, high[0]);
           }
         }
       }

@@ -3,52 +3,13 @@
 //   x                values           sums     q
 //   f32, bf16, f16   of x's dtype     float    3, 4, 8, 16
 //   f32, bf16, f16   s8, f8e4m3fn     float    8, 16
-#include "cuda/ew_spmv_wave.cuh"
+#include "cuda/ew_wave_launch.cuh"
 #include "cuda/kernels.h"
 
 namespace nmsparse::cuda {
 namespace {
 
 using ew::WaveConfig;
-using ew::WavePlan;
-
-inline constexpr int64_t kRowBudget = 192 << 10;  // bytes of x per multiprocessor
-inline constexpr int64_t kMaxColumns = 512;       // of a block
-
-// The columns of a block that finish first: whole waves of one block per multiprocessor, and what a block costs besides
-// its columns (about a microsecond, in columns of this depth at 33 bytes per nanosecond).
-template <class C>
-int64_t ChooseColumns(const Geometry& geometry, const Device& device) {
-  constexpr int64_t kStep = 8;
-  const double column_bytes = static_cast<double>(geometry.windows) * (C::kQ * sizeof(typename C::Value) + 4);
-  int64_t best = 0;
-  double best_cost = 0;
-  for (int64_t columns = kStep; columns <= kMaxColumns; columns += kStep) {
-    const int64_t blocks = CeilDiv(geometry.out_features, columns) * geometry.batch;
-    const double cost = static_cast<double>(CeilDiv(blocks, int64_t{C::kBlocks} * device.multiprocessors)) *
-                        (static_cast<double>(columns) + 33e3 / column_bytes);
-    if (best == 0 || cost < best_cost) best = columns, best_cost = cost;
-  }
-  return best;
-}
-
-template <class C>
-cudaError_t Launch(const Problem& problem, const Device& device, cudaStream_t stream) {
-  const Geometry& geometry = problem.geometry;
-  if (geometry.out_features % C::kLaneColumns != 0) return cudaErrorNotSupported;
-  if (geometry.batch == 0 || geometry.tokens == 0 || geometry.out_features == 0) return cudaSuccess;
-  WavePlan plan;
-  plan.columns = static_cast<int32_t>(ChooseColumns<C>(geometry, device));
-  const int64_t step = C::kThreads / (plan.columns / C::kLaneColumns) * C::kUnroll;  // windows that a block takes
-  const int64_t row_bytes = std::min(kRowBudget / C::kBlocks, device.shared_bytes - C::SharedBytes(0));
-  const int64_t budget = row_bytes / (4 * ew::kWindow) / step * step;
-  if (budget <= 0) return cudaErrorNotSupported;
-  plan.chunk_windows = static_cast<int32_t>(std::min(CeilDiv(geometry.windows, step) * step, budget));
-  const dim3 grid(static_cast<unsigned>(CeilDiv(geometry.out_features, plan.columns)), 1,
-                  static_cast<unsigned>(geometry.batch));
-  return LaunchInClusters(ew::WaveKernel<C>, grid, C::kThreads, C::SharedBytes(plan.chunk_windows), 1, stream, problem,
-                          plan);
-}
 
 // Threads, windows at once and blocks of a multiprocessor, by the bytes of a thread's columns: measured, not derived.
 template <class Value, int kQ>
@@ -59,7 +20,8 @@ cudaError_t LaunchConfig(const Problem& problem, const Device& device, cudaStrea
   constexpr bool kWords = sizeof(Value) > 1 && kBytes == 16;
   constexpr int kThreads = kWords || kBytes == 24 || kBytes >= 64 ? 512 : 1024;
   constexpr int kUnroll = kBytes >= 32 ? 1 : kBytes == 24 ? 3 : 2;
-  return Launch<WaveConfig<Value, float, kQ, kThreads, kUnroll, kLaneColumns, kWords ? 2 : 1>>(problem, device, stream);
+  return ew::LaunchWave<WaveConfig<Value, float, 1, kQ, kThreads, kUnroll, kLaneColumns, kWords ? 2 : 1>>(
+      problem, device, stream);
 }
 
 template <class Value>

@@ -66,10 +66,11 @@ cudaError_t FewTokensSpmmT(const Problem& problem, cudaStream_t stream);
 cudaError_t BlockMmaSpmmT(const Problem& problem, cudaStream_t stream);
 
 // Element-wise weights (block 1x1, windows of 32). ew_spmv.cu: one to four tokens, any dtypes, on CUDA cores;
-// ew_spmv_wave.cu: one token of large weights.
+// ew_spmv_wave.cu: one token of large weights; ew_simt.cu: two to sixteen tokens, the same kernel.
 // ew_few_tokens.cu: bfloat16 or float16 x, on tensor cores: EwFewTokens to 32 tokens, EwSparse24 (2 of every 4) to 64.
 cudaError_t EwSpmv(const Problem& problem, cudaStream_t stream);
 cudaError_t EwSpmvWave(const Problem& problem, cudaStream_t stream);
+cudaError_t EwSimt(const Problem& problem, cudaStream_t stream);
 cudaError_t EwFewTokens(const Problem& problem, cudaStream_t stream);
 cudaError_t EwSparse24(const Problem& problem, cudaStream_t stream);
 
@@ -90,6 +91,7 @@ inline constexpr Kernel kSpmmKernels[] = {
     {"block_simt", BlockSimtSpmm},
     {"ew_spmv", EwSpmv},
     {"ew_spmv_wave", EwSpmvWave},
+    {"ew_simt", EwSimt},
     {"ew_few_tokens", EwFewTokens},
     {"ew_sparse24", EwSparse24},
     // Feature-major:

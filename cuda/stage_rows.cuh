@@ -1,5 +1,4 @@
-// What the kernels that multiply on CUDA cores share: x staged in shared memory as accumulators, and the sums of a
-// block's threads.
+// What the kernels that multiply on CUDA cores share: x staged in shared memory, and the sums of a block's threads.
 #ifndef JAX_NMSPARSE_CUDA_STAGE_ROWS_CUH_
 #define JAX_NMSPARSE_CUDA_STAGE_ROWS_CUH_
 
@@ -58,6 +57,63 @@ __device__ __forceinline__ void StageRows(const Problem& problem, int64_t batch,
     } else {
       StageRowOfAnyType<Acc>(problem.x.data, problem.x.dtype, first, rows, present, staged);
     }
+  }
+}
+
+// As StageRows, but the tokens of a row side by side: [row][C::kTokens] of C::Row, which for several tokens is x's
+// dtype or float. A thread takes two rows at a time, a pair of every token.
+template <class C>
+__device__ __forceinline__ void StageTokens(const Problem& problem, int64_t batch, int64_t row, int rows,
+                                            char* staged) {
+  using Row = typename C::Row;
+  const Geometry& geometry = problem.geometry;
+  if constexpr (C::kTokens == 1) {
+    StageRows<C>(problem, batch, row, rows, 0, reinterpret_cast<Row*>(staged));
+  } else {
+    WithInputType(problem.x.dtype, [&](auto zero) {
+      using X = decltype(zero);
+      if constexpr (std::is_same_v<X, Row> || (std::is_same_v<Row, float> && sizeof(X) == 2)) {
+        const int64_t in = geometry.in_features;
+        const X* x = static_cast<const X*>(problem.x.data) + batch * geometry.tokens * in + row;
+        const bool in_pairs = in % 2 == 0;  // then a pair is aligned, and never half beyond the last row
+        for (int i = 2 * threadIdx.x; i < rows; i += 2 * blockDim.x) {
+          X read[C::kTokens][2];
+#pragma unroll
+          for (int token = 0; token < C::kTokens; ++token) {
+            read[token][0] = read[token][1] = X(0.0f);
+            const X* from = x + token * in + i;
+            if (token >= geometry.tokens || row + i >= in) continue;
+            if (in_pairs) {
+              using Pair = std::conditional_t<sizeof(X) == 2, uint32_t, uint2>;
+              const Pair pair = __ldg(reinterpret_cast<const Pair*>(from));
+              memcpy(read[token], &pair, sizeof(pair));
+            } else {
+              read[token][0] = from[0];
+              if (row + i + 1 < in) read[token][1] = from[1];
+            }
+          }
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            __align__(16) Row side_by_side[C::kTokens];
+#pragma unroll
+            for (int token = 0; token < C::kTokens; ++token) {
+              if constexpr (std::is_same_v<X, Row>) {
+                side_by_side[token] = read[token][j];
+              } else {
+                side_by_side[token] = ToFloat(read[token][j]);
+              }
+            }
+            using Vector = std::conditional_t<C::kRowBytes % 16 == 0, uint4, uint2>;
+#pragma unroll
+            for (int offset = 0; offset < C::kRowBytes; offset += sizeof(Vector)) {
+              Vector words;
+              memcpy(&words, reinterpret_cast<const char*>(side_by_side) + offset, sizeof(Vector));
+              *reinterpret_cast<Vector*>(staged + (i + j) * C::kRowBytes + offset) = words;
+            }
+          }
+        }
+      }
+    });
   }
 }
 

@@ -165,7 +165,8 @@ def _ew_spmv(call: Call) -> str | None:
     return _dtypes(call, _SAME | _INT8_BY_INT8 | _WEIGHT_ONLY) or _element_wise(call, 4)
 
 
-def _ew_spmv_wave(call: Call) -> str | None:
+def _ew_in_one_wave(call: Call, most_tokens: int) -> str | None:
+    """What the kernels on CUDA cores share whose blocks run in one wave."""
     x, values = call.dtypes
     kept = [3, 4, 8, 16] if x == values else [8, 16]
     layout = call.layout
@@ -174,7 +175,15 @@ def _ew_spmv_wave(call: Call) -> str | None:
     # Where a column's values of a window are short, a thread takes two columns.
     if layout.q * jnp.dtype(call.values_dtype).itemsize <= 12 and layout.out_features % 2:
         return f"takes an even number of columns, not {layout.out_features}"
-    return _dtypes(call, _SAME | _WEIGHT_ONLY) or _element_wise(call, 1)
+    return _dtypes(call, _SAME | _WEIGHT_ONLY) or _element_wise(call, most_tokens)
+
+
+def _ew_spmv_wave(call: Call) -> str | None:
+    return _ew_in_one_wave(call, 1)
+
+
+def _ew_simt(call: Call) -> str | None:
+    return _ew_in_one_wave(call, 16 if call.dtypes == ("bfloat16", "bfloat16") and call.layout.q <= 4 else 8)
 
 
 def _ew_few_tokens(call: Call) -> str | None:
@@ -253,7 +262,7 @@ def _block_wgmma(call: Call) -> str | None:
 
 
 def _ew_many_tokens(call: Call) -> str | None:
-    """What both element-wise kernels for many tokens ask."""
+    """What the element-wise kernels for many tokens ask."""
     return _feature_major_halves(call) or _element_wise(call, 2**30)
 
 
@@ -307,18 +316,11 @@ def _block_t_wgmma(call: Call) -> str | None:
 def _ew_t_wgmma(call: Call) -> str | None:
     if call.layout.out_features % 8:
         return f"takes out_features in multiples of 8, not {call.layout.out_features}"
-    return _ew_sddmm_wgmma(call)
+    return _ew_many_tokens(call)
 
 
 def _block_sddmm_wgmma(call: Call) -> str | None:
     return _one_mask_word(call) or _columns(call, 64) or _feature_major_halves(call)
-
-
-def _ew_sddmm_wgmma(call: Call) -> str | None:
-    layout = call.layout
-    if not layout.pattern.is_elementwise or layout.window_units != 32:
-        return f"takes element-wise patterns with m dividing 32, not {layout.pattern}"
-    return _feature_major_halves(call)
 
 
 def _few_t(call: Call) -> str | None:
@@ -336,14 +338,9 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel("simd", "cpu", _OPS, "C++ SIMD kernels on XLA's thread pool", _simd),
     Kernel("ew_spmv", "cuda", ("spmm",), "element-wise, one to four tokens: memory-bound, on CUDA cores", _ew_spmv),
     Kernel("ew_spmv_wave", "cuda", ("spmm",), "element-wise, one token of a large weight", _ew_spmv_wave),
+    Kernel("ew_simt", "cuda", ("spmm",), "element-wise, several tokens, on CUDA cores per kept element", _ew_simt),
     Kernel("ew_sparse24", "cuda", ("spmm",), "2:4 on sparse tensor cores, few tokens", _ew_sparse24),
-    Kernel(
-        "ew_few_tokens",
-        "cuda",
-        ("spmm",),
-        "element-wise, expanded to fragments of tensor cores, few tokens",
-        _ew_few_tokens,
-    ),
+    Kernel("ew_few_tokens", "cuda", ("spmm",), "element-wise, expanded for tensor cores, few tokens", _ew_few_tokens),
     Kernel(
         "block_wgmma",
         "cuda",
@@ -431,7 +428,7 @@ KERNELS: tuple[Kernel, ...] = (
         "cuda",
         ("sddmm",),
         "gradient by element-wise values: a dense product on Hopper's tensor cores, its kept elements written",
-        _ew_sddmm_wgmma,
+        _ew_many_tokens,
         feature_major=True,
         capability="9.0",
     ),

@@ -13,10 +13,10 @@ pytestmark = pytest.mark.skipif(jax.device_count() < 4, reason="fewer than 4 dev
 class _Watch:
     """Takes no time: what is tested is everything else, and `timing` is compiled for hundreds of calls."""
 
-    def __init__(self, call, inputs, weights):
-        assert len(inputs) == multi_device.TINY.calls
+    def __init__(self, call, x, weights, estimate_us):
         assert len(weights) > 1
-        self.result = jax.jit(call)(inputs[-1], weights[-1])
+        assert estimate_us > 0
+        self.result = jax.jit(call)(x, weights[-1])
 
     def measure(self):
         jax.block_until_ready(self.result)
@@ -62,4 +62,4 @@ def test_another_result_than_one_device_stops_the_run():
     program = multi_device.programs(multi_device.TINY, "8:32", "float32", False)[0]
     wrong = jax.jit(program.function)(program.x, program.weights) + 1
     with pytest.raises(RuntimeError, match="mlp forward on 2 devices differs"):
-        multi_device.measure(program, 2, wrong, 1e-3, 5)
+        multi_device.measure(program, 2, wrong, 1e-3)
