@@ -1,11 +1,11 @@
 """Time of one call inside one jitted program, with cold caches.
 
-A program makes many calls in a row, each with another pair of one of several inputs and one of several weights; the
-weights together exceed the last-level cache. It is run several times without waiting in between, so that the device
-is never idle, and the time of one call is the difference between a long and a short program over the difference in
-calls: what a program costs besides its calls drops out. Every result is returned whole, in place of that of the
-run before (XLA narrows a product of which one element is used, also behind an optimisation barrier; and a CUDA graph
-is captured anew for new addresses).
+A program makes many calls in a row, each with an input and a weight of its own: the weights together exceed the
+last-level cache, and XLA cannot merge two calls. The time of one call is the difference between a long and a short
+program over the difference in calls. Both take the same arguments and give as many results (those that the short one
+does not compute are those of the run before), so the cost of dispatching a program and waiting for it, which is larger
+than many kernels, drops out. Every result is returned whole, in place of that of the run before: XLA narrows a product
+of which one element is used, and a CUDA graph is captured anew for new addresses.
 
 Activations are row-major, as JAX programs hold them, or feature-major ([features, tokens] in memory), as between the
 layers of a model whose kernels want them so.
@@ -21,7 +21,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,11 +29,11 @@ import jax.numpy as jnp
 from jax.experimental.layout import Format, Layout
 
 CACHE_BYTES = 240_000_000
-_LONG = 96
-"""Calls of the longest program."""
-_LONG_US, _SAMPLE_US = 600.0, 3000.0
-"""About how long a long program and the programs of a sample take together."""
-_REPEATS = 7
+SHORT, LONG = 6, 90
+"""Calls of the short and of the longest program."""
+_TARGET_US = 1000.0
+"""About what a long program takes more than a short one."""
+_REPEATS = 11
 _POOL = concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count())
 
 
@@ -55,9 +55,8 @@ def compile_later(function: Callable, *arguments: Any, **options: Any) -> concur
     return _POOL.submit(jax.jit(function, keep_unused=True, **options).lower(*arguments).compile)
 
 
-@jax.jit
-def _shifted(x: Any, by: jax.Array) -> Any:
-    return jax.tree.map(lambda a: jnp.roll(a, by, axis=-1), x)
+def _shape(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
 def _format(array: Any, feature_major: bool) -> Format | None:
@@ -71,46 +70,41 @@ class Stopwatch:
     """One call to be timed: compiled on threads from its construction on.
 
     Args:
-      call: call(input, weight) -> result, pytrees.
-      x: An input; others are made from it.
-      weights: Weights that together do not fit the cache.
+      call: call(x, weight) -> result, pytrees.
+      x, weight: Its arguments, of which copies are made when it runs.
       estimate_us: A rough time of a call, which says how many calls make a program long enough.
-      feature_major: Whether matrices among the inputs and the results lie [features, tokens] in memory.
+      feature_major: Whether matrices in x and in the result lie [features, tokens] in memory.
     """
 
-    def __init__(
-        self, call: Callable, x: Any, weights: Sequence[Any], estimate_us: float, feature_major: bool = False
-    ) -> None:
-        self._estimate_us = max(1.0, estimate_us)
-        self._long = 2 * math.ceil(min(_LONG, max(4.0, _LONG_US / self._estimate_us)) / 2)
-        self._short = self._long // 2
-        # So many inputs that no pair of an input and a weight comes twice, which XLA would compute once.
-        count = next(n for n in range(1, self._long + 1) if math.lcm(n, len(weights)) >= self._long)
-        leaves, structure = jax.tree.flatten(x)
-        formats = [_format(a, feature_major) for a in leaves]
-        # Leaves alone: taking a pytree apart at every run takes longer than a small product.
-        flat, weight_structures = zip(*map(jax.tree.flatten, weights), strict=True)
-        inner = jax.jit(lambda x, w: jax.tree.leaves(call(structure.unflatten(x), weight_structures[0].unflatten(w))))
-        results = jax.eval_shape(inner, leaves, flat[0])
+    def __init__(self, call: Callable, x: Any, weight: Any, estimate_us: float, feature_major: bool = False) -> None:
+        self._long = SHORT + math.ceil(min(max(3.0, _TARGET_US / max(1.0, estimate_us)), LONG - SHORT))
+        # Leaves alone: taking pytrees apart at every run takes longer than a small product.
+        self._x, structure = jax.tree.flatten(x)
+        self._weight, weight_structure = jax.tree.flatten(weight)
+        inner = jax.jit(lambda x, w: jax.tree.leaves(call(structure.unflatten(x), weight_structure.unflatten(w))))
+        results = jax.eval_shape(inner, self._x, self._weight)
+        formats = [_format(a, feature_major) for a in self._x]
         result_formats = [_format(a, feature_major) for a in results]
-        placed = [a.sharding if f is None else f for a, f in zip(leaves, formats, strict=True)]
-        self._arguments = ([jax.device_put(_shifted(leaves, i), placed) for i in range(count)], list(flat))
+        arguments = (
+            [[_shape(a) for a in self._x]] * self._long,
+            [[_shape(a) for a in self._weight]] * self._long,
+            [results] * self._long,
+        )
 
         def lower(calls: int) -> jax.stages.Lowered:
             def program(inputs, weights, before):
-                del before  # its memory takes the results
-                return [inner(inputs[i % count], weights[i % len(weights)]) for i in range(calls)]
+                return [*map(inner, inputs[:calls], weights[:calls]), *before[calls:]]
 
             jitted = jax.jit(
                 program,
-                in_shardings=([formats] * count, None, [result_formats] * calls),
-                out_shardings=[result_formats] * calls,
+                in_shardings=([formats] * self._long, None, [result_formats] * self._long),
+                out_shardings=[result_formats] * self._long,
                 donate_argnums=2,
                 keep_unused=True,
             )
-            return jitted.lower(*self._arguments, [results] * calls)
+            return jitted.lower(*arguments)
 
-        lowered = [lower(calls) for calls in (self._short, self._long)]
+        lowered = [lower(calls) for calls in (SHORT, self._long)]
         # One after the other: what XLA finds out by trying for the first it knows for the second.
         self._programs = _POOL.submit(lambda: [program.compile() for program in lowered])
 
@@ -120,28 +114,31 @@ class Stopwatch:
 
     def measure(self) -> Timing:
         """Runs it; nothing else should run on the device meanwhile."""
-        samples = [self._sample(program) for program in self._programs.result()]
-        for _ in range(2):
-            for sample in samples:
-                sample()
-        times = [(samples[1]() - samples[0]()) / (self._long - self._short) for _ in range(_REPEATS)]
+        short, long = self._programs.result()
+        arguments = self._arguments(long)
+        for _ in range(3):
+            arguments[2] = long(*arguments)
+            arguments[2] = short(*arguments)
+        times = [
+            (self._once(long, arguments) - self._once(short, arguments)) / (self._long - SHORT) for _ in range(_REPEATS)
+        ]
         median = statistics.median(times)
         quartiles = statistics.quantiles(times, n=4)
         return Timing(round(median, 3), round((quartiles[2] - quartiles[0]) / max(median, 1e-9), 4))
 
-    def _sample(self, program: jax.stages.Compiled) -> Callable[[], float]:
-        """A function that runs a program several times in a row and gives the time of one run in microseconds."""
-        shapes = program.args_info[0][2]
-        formats = program.input_formats[0][2]
-        state = jax.tree.map(lambda a, f: jax.device_put(jnp.zeros(a.shape, a.dtype), f), shapes, formats)
-        runs = max(2, round(_SAMPLE_US / (self._long * self._estimate_us)))
+    def _arguments(self, program: jax.stages.Compiled) -> list[Any]:
+        """Inputs and weights, each in a place of its own, and the memory of the results."""
+        shapes, formats = program.args_info[0], program.input_formats[0]
 
-        def sample() -> float:
-            nonlocal state
-            start = time.perf_counter()
-            for _ in range(runs):
-                state = program(*self._arguments, state)
-            jax.block_until_ready(state)
-            return 1e6 * (time.perf_counter() - start) / runs
+        def placed(leaves, formats):
+            return [[jax.device_put(jnp.copy(a), f) for a, f in zip(leaves, each, strict=True)] for each in formats]
 
-        return sample
+        zeros = jax.tree.map(lambda a, f: jax.device_put(jnp.zeros(a.shape, a.dtype), f), shapes[2], formats[2])
+        return [placed(self._x, formats[0]), placed(self._weight, formats[1]), zeros]
+
+    @staticmethod
+    def _once(program: Callable, arguments: list[Any]) -> float:
+        start = time.perf_counter()
+        arguments[2] = program(*arguments)
+        jax.block_until_ready(arguments[2])
+        return 1e6 * (time.perf_counter() - start)

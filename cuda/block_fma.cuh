@@ -58,11 +58,6 @@ struct Place {
   int32_t x, values;
 };
 
-// Out of line: it would be there 64 times.
-__device__ __noinline__ float Finish(const Epilogue& epilogue, int64_t feature, float v) {
-  return ApplyEpilogue(epilogue, feature, v);
-}
-
 template <class C>
 class Tile {
  public:
@@ -182,17 +177,14 @@ class Tile {
       const int64_t column = int64_t{column_} + thread_column_ + c / 4 * (kWarpColumns / 2) + c % 4;
       if (column >= g.out_features) continue;
       const int64_t feature = batch_ * g.out_features + column;
+      const ColumnEpilogue finish(a_.epilogue, feature);
 #pragma unroll
       for (int run = 0; run < kThreadTokens / 4; ++run) {
         const int64_t token = int64_t{token_} + thread_token_ + run * (kWarpTokens * 4 / kThreadTokens);
         if (token >= g.tokens) continue;
         float v[4];
 #pragma unroll
-        for (int t = 0; t < 4; ++t) v[t] = sum[c][run * 4 + t];
-        if (!IsIdentity(a_.epilogue)) {
-#pragma unroll
-          for (int t = 0; t < 4; ++t) v[t] = Finish(a_.epilogue, feature, v[t]);
-        }
+        for (int t = 0; t < 4; ++t) v[t] = finish(sum[c][run * 4 + t]);
         *reinterpret_cast<float4*>(a_.y + feature * g.tokens + token) = make_float4(v[0], v[1], v[2], v[3]);
       }
     }

@@ -29,7 +29,6 @@ namespace nmsparse::cuda::block_mma_many {
 
 using kept_rows::Arguments;
 using kept_rows::FindKept;
-using kept_rows::Finish;
 using kept_rows::Kept;
 using kept_rows::Place;
 using kept_rows::PlaceOf;
@@ -205,6 +204,7 @@ class Multiplier {
       const int32_t column = at.column + warp_column_ + PlaceInWarp<T>(group, c);
       if (column >= g.out_features) continue;
       const int64_t feature = at.batch * g.out_features + column;
+      const ColumnEpilogue finish(a_.epilogue, feature);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
 #pragma unroll
@@ -219,7 +219,7 @@ class Multiplier {
               // Infinity minus infinity, or infinity times a half that is zero: neither is of the product asked for.
               if (isnan(v)) v = SumPlainly(a_, at.batch, column, token + k);
             }
-            results.v[k] = plain ? To<Out>(v) : To<Out>(Finish(a_.epilogue, feature, static_cast<float>(v)));
+            results.v[k] = plain ? To<Out>(v) : To<Out>(finish(static_cast<float>(v)));
           }
           *reinterpret_cast<Results*>(static_cast<Out*>(a_.y.data) + feature * g.tokens + token) = results;
         }

@@ -510,6 +510,7 @@ class Consumer {
       const int32_t column = at.column + i / 2 * 8 + lane_ % 4 * 2 + i % 2;
       if (column >= g.out_features) continue;
       const int64_t feature = at.batch * g.out_features + column;
+      const ColumnEpilogue finish(a_.epilogue, feature);
       Results results;
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
@@ -518,7 +519,7 @@ class Consumer {
           // Infinity minus infinity, or infinity times a half that is zero: neither is of the product asked for.
           if (isnan(v)) v = kept_rows::SumPlainly(a_, at.batch, column, token + k);
         }
-        results.v[k] = plain ? To<Out>(v) : To<Out>(kept_rows::Finish(a_.epilogue, feature, static_cast<float>(v)));
+        results.v[k] = plain ? To<Out>(v) : To<Out>(finish(static_cast<float>(v)));
       }
       *reinterpret_cast<Results*>(static_cast<Out*>(a_.y.data) + feature * g.tokens + token) = results;
     }

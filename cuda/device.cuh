@@ -311,6 +311,29 @@ __device__ __forceinline__ float ApplyEpilogue(const Epilogue& epilogue, int64_t
   return Activate(epilogue.activation, v);
 }
 
+inline __device__ __noinline__ float ActivateOutOfLine(Activation activation, float v) {
+  return Activate(activation, v);
+}
+
+// The same for many results of one column: scale and bias are read once, and the activation, whose code is long, is out
+// of line.
+class ColumnEpilogue {
+ public:
+  __device__ __forceinline__ ColumnEpilogue(const Epilogue& epilogue, int64_t feature)
+      : activation_(epilogue.activation) {
+    if (epilogue.scales != nullptr) scale_ = epilogue.scales[feature];
+    if (epilogue.bias.data != nullptr) bias_ = LoadAsFloat(epilogue.bias, feature);
+  }
+  __device__ __forceinline__ float operator()(float v) const {
+    v = fmaf(v, scale_, bias_);
+    return activation_ == Activation::kNone ? v : ActivateOutOfLine(activation_, v);
+  }
+
+ private:
+  Activation activation_;
+  float scale_ = 1.0f, bias_ = 0.0f;
+};
+
 __device__ __forceinline__ bool IsIdentity(const Epilogue& epilogue) {
   return epilogue.scales == nullptr && epilogue.bias.data == nullptr && epilogue.activation == Activation::kNone;
 }

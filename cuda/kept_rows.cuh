@@ -53,11 +53,6 @@ struct Position {
   }
 };
 
-// Out of line: it would be there 128 times.
-inline __device__ __noinline__ float Finish(const Epilogue& epilogue, int64_t feature, float v) {
-  return ApplyEpilogue(epilogue, feature, v);
-}
-
 // The row of x that kept row `in_window` of a window is, given the window's mask word.
 __device__ __forceinline__ int32_t RowOf(const Arguments& a, uint32_t word, int32_t window, int32_t in_window) {
   const int32_t units = static_cast<int32_t>(a.geometry.window_units);

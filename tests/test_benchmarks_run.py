@@ -21,8 +21,8 @@ CASES = [
 
 @pytest.fixture
 def short(monkeypatch):
-    monkeypatch.setattr(timing, "_LONG", 4)
-    monkeypatch.setattr(timing, "CACHE_BYTES", 20_000)
+    monkeypatch.setattr(timing, "SHORT", 2)
+    monkeypatch.setattr(timing, "LONG", 4)
 
 
 def test_suites_have_no_case_twice():
@@ -32,25 +32,20 @@ def test_suites_have_no_case_twice():
 
 
 @pytest.mark.parametrize("feature_major", [False, True])
-def test_stopwatch_computes_every_pair(short, feature_major):
-    """Every call is there, on inputs of its own or weights of its own, in the layout asked for."""
+def test_stopwatch_computes_every_call(short, feature_major):
+    """As many as it divides by, each whole, in the layout asked for, and in the memory of the run before."""
     x = jax.random.normal(jax.random.key(0), (8, 16))
-    weights = [jax.random.normal(jax.random.key(i), (16, 24)) for i in range(3)]
-    stopwatch = timing.Stopwatch(jnp.dot, x, weights, 1000.0, feature_major)
-    program = stopwatch._programs.result()[1]
-    inputs, flat = stopwatch._arguments
-    state = jax.tree.map(
-        lambda a, f: jax.device_put(jnp.zeros(a.shape, a.dtype), f),
-        program.args_info[0][2],
-        program.input_formats[0][2],
-    )
-    results = [leaf for (leaf,) in program(inputs, flat, state)]
-    assert len(results) == 4
-    assert len({np.asarray(r).tobytes() for r in results}) == 4
-    for i, result in enumerate(results):
-        (a,), (b,) = inputs[i % len(inputs)], flat[i % len(flat)]
-        np.testing.assert_allclose(result, np.asarray(a) @ np.asarray(b), rtol=1e-5, atol=1e-5)
-        assert result.format.layout.major_to_minor == ((1, 0) if feature_major else (0, 1))
+    weight = jax.random.normal(jax.random.key(1), (16, 24))
+    stopwatch = timing.Stopwatch(jnp.dot, x, weight, 1000.0, feature_major)
+    for program, calls in zip(stopwatch._programs.result(), (2, 4), strict=True):
+        arguments = stopwatch._arguments(program)
+        assert [len(a) for a in arguments] == [4, 4, 4]
+        assert program.as_text().count("input_output_alias") == 1
+        results = [leaf for (leaf,) in program(*arguments)]
+        for i, result in enumerate(results):
+            assert result.format.layout.major_to_minor == ((1, 0) if feature_major else (0, 1))
+            want = np.asarray(x) @ np.asarray(weight) if i < calls else np.zeros((8, 24))
+            np.testing.assert_allclose(result, want, rtol=1e-5, atol=1e-5)
     timed = stopwatch.measure()
     assert np.isfinite([timed.time_us, timed.spread]).all()
 
