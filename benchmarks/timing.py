@@ -33,7 +33,7 @@ SHORT, LONG = 6, 90
 """Calls of the short and of the longest program."""
 _TARGET_US = 1000.0
 """About what a long program takes more than a short one."""
-_REPEATS = 11
+_REPEATS = 31
 _POOL = concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count())
 
 
